@@ -44,11 +44,11 @@ from titan_ft.protocol.errors import Leaving, first_line
 from titan_ft.protocol.healing import (
     NO_DIGEST,
     NO_OFFER,
+    AttemptError,
     Healing,
     Offer,
     OutdatedError,
     Phase,
-    VoidError,
 )
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.position import Position
@@ -452,7 +452,7 @@ class Heal:
         step = read_leader(found.step)
         lineage = read_leader(found.lineage)
         digest = read_leader(found.digest)
-        milliseconds = read_leader(found.milliseconds)
+        milliseconds = read_leader(found.step_milliseconds)
         elapsed_milliseconds = read_leader(found.elapsed_milliseconds)
         # Each rank must gather as many slots as the leading rank has.
         own_slots = found.slots or (0,) * num_slots
@@ -546,7 +546,7 @@ class Heal:
         match status:
             case FetchStatus.FAILED:
                 error = self._attempt.error or "the fetch failed on another rank of this group"
-                self._abandon_attempt(VoidError(error))
+                self._abandon_attempt(AttemptError(error))
             case FetchStatus.DONE:
                 self._accept_fetched(self._attempt.get_snapshot())
             case FetchStatus.PENDING:
@@ -563,7 +563,7 @@ class Heal:
             self._set_healing(self._healing.finish_fetch())
         else:
             reason = "the donor's state is not the one that the others went on from"
-            self._abandon_attempt(VoidError(reason))
+            self._abandon_attempt(AttemptError(reason))
 
     def _name_serving_donor(self) -> None:
         """Name another donor in the next row if the named one serves a rank no more.
@@ -575,7 +575,7 @@ class Heal:
         donors = self._healing.donors
         serving = [slot for slot in donors if slot not in lost]
         if serving and serving[0] != donors[0]:
-            self._set_healing(self._healing.name_donor(serving[0]))
+            self._set_healing(self._healing.replace_first_donor(serving[0]))
 
     def _handle_full_queue(self, attempt: CatchUp) -> None:
         """Fetch a newer state, or let the others wait.
@@ -590,7 +590,9 @@ class Heal:
             f"{num_queued} updates ({mebibytes:,.1f} MiB on this rank) are queued, all that "
             f"{self._name_queue_bound()} allows, and the state is not there yet"
         )
-        if healing.is_renewed or not all(self._group.gather(attempt.newer_would_be_in_time)):
+        if healing.has_dropped_for_newer or not all(
+            self._group.gather(attempt.newer_would_be_in_time)
+        ):
             self._let_others_wait(reason)
             return
         logger.warning("fetching a newer state: %s", reason)
@@ -614,7 +616,7 @@ class Heal:
             CatchUpWaiting(donor=healing.donor, step=healing.target_step, reason=reason),
         )
 
-    def _abandon_attempt(self, error: VoidError) -> None:
+    def _abandon_attempt(self, error: AttemptError) -> None:
         """End the attempt. Ask again at once, or after a pause if several attempts have failed."""
         healing = self._healing
         self._cancel_attempt()
@@ -692,7 +694,7 @@ class Heal:
         # bytes, and the group would heal without end.
         self._position.mark_corrupt()
         reason = "the state that came is not the one whose digest the holders agreed on"
-        self._abandon_attempt(VoidError(reason))
+        self._abandon_attempt(AttemptError(reason))
         return False
 
     def _replay_next(self) -> None:
@@ -773,7 +775,7 @@ class Heal:
         own_digest = self._position.digest
         try:
             confirmed = self._healing.confirm(verdict.step, made.lineage, digest, own_digest)
-        except VoidError as error:
+        except AttemptError as error:
             # The next row must not claim a state whose bytes nobody has confirmed.
             if self._healing.is_loaded and not self._healing.is_confirmed:
                 self._position.mark_corrupt()
@@ -861,7 +863,7 @@ class _Pace:
         A lone group admits a joiner in the middle of a step. If this rank counted from its own
         quorum, the step would seem to begin later, and the joiner would load too late.
         """
-        self.set_update_seconds(offer.milliseconds / 1000)
+        self.set_update_seconds(offer.step_milliseconds / 1000)
         self._step_began = time.monotonic() - offer.elapsed_milliseconds / 1000
 
     def find_load_deadline(self, load_seconds: float) -> float:

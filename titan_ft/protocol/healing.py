@@ -2,20 +2,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The phases of a heal and the transitions between them, as pure values.
 
-    phase      the group ...                                      ends with
-    ASKING     has no state, and asks holders for an offer        `start_fetch`
-    FETCHING   fetches an offered state, and queues updates       `finish_fetch`
-    REPLAYING  loads the state and replays the queued updates     `finish`
-    READY      holds the job's state
+A *heal* gives a replica group the job's state again, for example after a restart. The healing group
+is the *joiner*. The other groups hold the job's state, and train on during the heal. They are the
+*holders*. Between two updates a holder *offers* its state. A holder that serves its state to a
+joiner is a *donor*.
 
-Three transitions lead back to ASKING: `drop_outdated`, `drop_for_newer` and `drop_failed`.
+1. ASKING: the joiner lacks the state, and asks holders for their offers. `start_fetch` ends this
+   phase.
+2. FETCHING: the joiner fetches an offered state. Meanwhile the holders make further updates. The
+   joiner takes part in their rounds without gradients of its own, and queues these updates
+   (`queue_update`). `finish_fetch` ends this phase on all ranks of the joiner.
+3. REPLAYING: the joiner loads the fetched state (`mark_loaded`), and applies the queued updates to
+   that state (`mark_replayed`). `finish` ends this phase.
+4. READY: the joiner has the job's state, and trains.
 
-The bytes of a fetched state are confirmed by a digest on which all holders agree. An offer may have
-this digest already. Otherwise `confirm` takes it from a round of this group with the holders. Only
-`roll_back` makes a group READY without a digest, because the group then keeps its own state.
+Three transitions give a fetched state up and lead back to ASKING: `drop_outdated` if the holders
+have another state by now, `drop_for_newer` if the queue is full before the fetch has ended, and
+`drop_failed` if the fetch failed or brought wrong bytes.
 
-`engine/heal.py` calls the transitions, and has the threads, the memory and the clocks. All ranks of
-a group make the same transitions. See docs/heal.md.
+A fetched state becomes the job's state only after a check. Its *digest*, a hash of its bytes, must
+be the digest on which all holders agree. An offer may contain this digest. Otherwise a round with
+the holders brings it (`confirm`). `roll_back` needs no check: the group keeps its own state.
+
+`Heal` (engine/heal.py) calls the transitions on the training thread, in the same order on all ranks
+of a group. It has the threads, the memory and the clocks. See docs/heal.md.
 """
 
 from __future__ import annotations
@@ -28,37 +38,38 @@ from dataclasses import dataclass, field, replace
 from titan_ft.protocol.row import Standing
 
 FIRST_PAUSE_SECONDS = 1.0
-"""Pause before the third attempt of a heal. The second attempt follows the first at once. Each
-further pause is twice as long, up to `MAX_PAUSE_SECONDS`."""
+"""Pause before the third attempt of a heal. The second attempt follows the first without a pause,
+because most failures pass. Each further pause is twice as long, up to `MAX_PAUSE_SECONDS`."""
 MAX_PAUSE_SECONDS = 64.0
 
 NO_DIGEST = 0
-"""In the place of a digest: the bytes have not been hashed, or the hashes differ. Rows travel as
-numbers, so the absence is a number as well."""
+"""Value of a digest if the bytes have not been hashed, or if the holders' hashes differ. It is a
+number, because rows travel as floats."""
 NO_DONOR = -1
-"""In the place of a donor's slot."""
+"""Value of a donor's slot if there is no donor."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A state that groups hold until their next update.
+    """An offer of one group, or of several groups that offer the same state.
 
     Attributes:
-        slots: of the groups that offer the state; empty = no group offers a state.
+        slots: slots of the groups that offer the state; empty = no group offers a state.
         step: committed updates in the state.
         lineage: hash of the exchanges that made the state (`row.descend`).
-        digest: of the state's bytes, if all holders have compared them; `NO_DIGEST` = a round must
-            confirm the bytes.
-        milliseconds: duration of the last step of the group in `slots[0]`; 0 = unknown. The joiner
-            takes this as its first estimate of the time between two updates.
-        elapsed_milliseconds: time from the update to that group's answer.
+        digest: digest of the state, if all holders have compared their digests; `NO_DIGEST` = a
+            round must confirm the bytes.
+        step_milliseconds: duration of the last step of the group in `slots[0]`; 0 = unknown. The
+            joiner takes this as its first estimate of the time between two updates.
+        elapsed_milliseconds: time from this group's last update to its answer. Not compared,
+            because it differs between two answers about the same state.
     """
 
     slots: tuple[int, ...]
     step: int
     lineage: int
     digest: int
-    milliseconds: int = 0
+    step_milliseconds: int = 0
     elapsed_milliseconds: int = field(default=0, compare=False)
 
 
@@ -66,9 +77,10 @@ NO_OFFER = Offer((), 0, 0, NO_DIGEST)
 
 
 def choose_offer(offers: Sequence[Offer]) -> Offer:
-    """Return the state in most of `offers`, with the slots of all groups that offer it.
+    """Return the state that most of `offers` contain, with the slots of all groups that offer it.
 
-    If several states are in equally many offers, the later state counts.
+    The majority decides, because a single group may offer a state that the job does not continue
+    from. In a tie the state with more updates is chosen.
     """
     if not offers:
         return NO_OFFER
@@ -97,7 +109,7 @@ def rotate(slots: Iterable[int], after: int) -> tuple[int, ...]:
 
 
 class Phase(enum.Enum):
-    """A phase of a heal; see the table in this module's docstring."""
+    """A phase of a heal; see this module's docstring."""
 
     ASKING = enum.auto()
     FETCHING = enum.auto()
@@ -105,40 +117,47 @@ class Phase(enum.Enum):
     READY = enum.auto()
 
 
-class VoidError(Exception):
-    """The fetched state is not the holders' state. The caller calls `drop_failed`."""
+class AttemptError(Exception):
+    """This attempt to get the state has failed. The caller must call `drop_failed`."""
 
 
-class OutdatedError(VoidError):
-    """The holders have a newer state, without a donor's fault. The caller calls `drop_outdated`."""
+class OutdatedError(AttemptError):
+    """The holders have another state by now, and no donor is at fault.
+
+    The caller must call `drop_outdated`.
+    """
 
 
 @dataclass(frozen=True)
 class Healing:
-    """The state of a heal. Immutable: each transition returns a new value.
+    """How far a heal has come. Immutable: each transition returns a new value.
+
+    *The fetched state* is also the state that is still being fetched.
 
     Attributes:
-        max_queued: number of updates that may be queued.
+        max_queued: number of updates for which the joiner has memory (`Heal._agree_on_queue`).
         failures: number of attempts of this heal that failed.
-        is_renewed: `drop_for_newer` was used. The caller uses it once in a heal. After that, a full
-            queue makes the others wait.
-        last_donor: slot of the donor that the latest attempt named; before the first attempt, this
-            group's own slot (set by `engine/heal.py`).
-        donors: slots of the groups that serve the state. The group's row names the first one, and
-            later joiners choose another.
+        has_dropped_for_newer: `drop_for_newer` was used once. The caller uses it only once in a heal,
+            because a slow transfer might never end otherwise. If the queue is full again, the
+            other groups wait for the joiner.
+        last_donor: slot after which the next donor is sought: the first donor of the latest
+            attempt, or this group's own slot before the first attempt.
+        donors: slots of the groups that serve the state. The joiner's row names the first of them,
+            so that later joiners choose another donor.
         from_step: committed updates in the fetched state.
         lineage: hash of the exchanges that made the fetched state.
-        digest: of the fetched state's bytes; `NO_DIGEST` = no holder has confirmed them.
-        is_loaded: the fetched state has replaced this group's own.
-        queued: for each queued update, the lineage of the state after it.
+        digest: digest of the fetched state on which the holders agree; `NO_DIGEST` = not confirmed.
+        is_loaded: the fetched state has replaced this group's own state.
+        queued: for each queued update, the lineage of the state after that update.
         num_replayed: number of queued updates that have been applied to the loaded state.
-        others_wait: the other groups hold back their next update.
+        others_wait: the other groups must hold back their next update until this group is ready
+            for it.
     """
 
     phase: Phase = Phase.ASKING
     max_queued: int = 1
     failures: int = 0
-    is_renewed: bool = False
+    has_dropped_for_newer: bool = False
     last_donor: int = NO_DONOR
     donors: tuple[int, ...] = ()
     from_step: int = 0
@@ -149,11 +168,11 @@ class Healing:
     num_replayed: int = 0
     others_wait: bool = False
 
-    # What follows from the state
+    # Derived values
 
     @property
     def standing(self) -> Standing:
-        """The standing that the group's row shows."""
+        """The `Standing` that this group's row shows to the other groups."""
         if self.phase is Phase.ASKING:
             return Standing.BEHIND
         if self.phase is Phase.READY:
@@ -162,14 +181,14 @@ class Healing:
 
     @property
     def donor(self) -> int:
-        """Slot of the donor that the group's row names; `NO_DONOR` if it names none."""
+        """Slot of the donor that this group's row names; `NO_DONOR` if there is none."""
         if not self.donors:
             return NO_DONOR
         return self.donors[0]
 
     @property
     def target_step(self) -> int:
-        """Committed updates in the state after the replay."""
+        """Committed updates in the state after the replay of all queued updates."""
         return self.from_step + len(self.queued)
 
     @property
@@ -179,19 +198,20 @@ class Healing:
 
     @property
     def is_confirmed(self) -> bool:
-        """True if all holders have agreed on a digest of the fetched state."""
+        """True if all holders have agreed on the digest of the fetched state."""
         return self.digest != NO_DIGEST
 
     @property
     def is_queue_full(self) -> bool:
-        """True if no more updates may be queued."""
+        """True if there is no memory for one more update."""
         return len(self.queued) >= self.max_queued
 
     @property
     def may_finish(self) -> bool:
         """True if the state is confirmed and loaded, and at most one queued update is left.
 
-        The group applies this update while the holders do, and calls `finish`.
+        The joiner applies the last update at the same time as the holders do, and then calls
+        `finish`. So it has gradients for the next update.
         """
         if self.phase is not Phase.REPLAYING or not self.is_loaded:
             return False
@@ -205,11 +225,14 @@ class Healing:
         return min(FIRST_PAUSE_SECONDS * 2.0 ** (self.failures - 2), MAX_PAUSE_SECONDS)
 
     def choose_donors(self, slots: Sequence[int], max_donors: int) -> tuple[int, ...]:
-        """Return the groups to fetch from, out of those that offer the same state.
+        """Return the groups to fetch from.
 
-        The first donor is the next slot after the last donor. After a failure, this donor alone
-        serves the state: if several donors serve wrong bytes together, nobody can tell which of
-        them is at fault.
+        The first donor is the next slot after `last_donor`, so that a new attempt does not repeat
+        the fault of one donor. After a failure there is only one donor: if several donors together
+        serve wrong bytes, nobody can tell which of them is at fault.
+
+        Args:
+            slots: groups that offer the same state.
         """
         in_turn = rotate(slots, self.last_donor)
         if self.failures:
@@ -219,7 +242,7 @@ class Healing:
     # Transitions
 
     def start_fetch(self, offer: Offer, max_donors: int) -> Healing:
-        """Begin to fetch an offered state."""
+        """ASKING -> FETCHING: begin to fetch an offered state."""
         self._require_phase(Phase.ASKING)
         donors = self.choose_donors(offer.slots, max_donors)
         return replace(
@@ -232,19 +255,26 @@ class Healing:
             digest=offer.digest,
         )
 
-    def name_donor(self, donor: int) -> Healing:
-        """Name another donor in the row, because the named one is gone."""
+    def replace_first_donor(self, donor: int) -> Healing:
+        """Move `donor` to the front, because the first donor serves no longer.
+
+        This group's row names the first donor. The named donor keeps its copy of the state for this
+        group, so it must be a donor that still serves.
+        """
         self._require_phase(Phase.FETCHING)
         others = tuple(slot for slot in self.donors if slot != donor)
         return replace(self, last_donor=donor, donors=(donor, *others))
 
     def finish_fetch(self) -> Healing:
-        """End the fetch: all ranks of the group have their part of the state."""
+        """FETCHING -> REPLAYING: all ranks of the group have their part of the state.
+
+        If the other groups waited for the fetch, they need to wait no longer.
+        """
         self._require_phase(Phase.FETCHING)
         return replace(self, phase=Phase.REPLAYING, others_wait=False)
 
     def mark_loaded(self) -> Healing:
-        """Note that the fetched state has replaced this group's own."""
+        """Record that the fetched state has replaced this group's own state."""
         self._require_phase(Phase.REPLAYING)
         return replace(self, is_loaded=True)
 
@@ -253,20 +283,20 @@ class Healing:
 
         Args:
             step: committed updates in the holders' state.
-            lineage: of the holders' state.
-            digest: on which all holders agree; `NO_DIGEST` = the digests differ, or a holder has
-                taken none.
-            own_digest: of the loaded state; ignored before the state is loaded.
+            lineage: lineage of the holders' state.
+            digest: digest on which all holders agree; `NO_DIGEST` = their digests differ, or a
+                holder has not computed one.
+            own_digest: digest of the loaded state; ignored before the state is loaded.
 
         Raises:
             OutdatedError: the holders have a later or another state, or did not compare its bytes.
-            VoidError: the loaded bytes are not those of the holders.
+            AttemptError: the bytes of the loaded state differ from those of the holders.
         """
         if self.phase is Phase.ASKING:
-            return self
+            return self  # There is no fetched state.
         if self.is_confirmed:
-            # Only the step needs a comparison. Otherwise a group with an outdated state would find
-            # out only at the holders' next update, an hour later if a round has many steps.
+            # The bytes need no second comparison, but the state may be outdated. Find that out
+            # now: the holders' next update may come an hour later if a round has many steps.
             if step > self.target_step:
                 raise OutdatedError("the others have made an update since")
             return self
@@ -275,36 +305,43 @@ class Healing:
                 "the state that was offered is not the one that the holders agree on",
             )
         if self.is_loaded and own_digest != digest:
-            raise VoidError("the state that was offered is not the one that the holders agree on")
+            raise AttemptError(
+                "the state that was offered is not the one that the holders agree on"
+            )
         return replace(self, digest=digest)
 
-    def queue_update(self, step: int, base: int, lineage: int) -> Healing:
-        """Queue an update.
+    def queue_update(self, step: int, parent_lineage: int, lineage: int) -> Healing:
+        """Queue an update of the holders.
 
-        If no group committed an update after its round, another round makes the update again. The
-        second update then replaces the queued one.
+        It may happen that no group commits an update after its round. Then another round makes the
+        same step again, and the second update replaces the queued one.
 
         Args:
             step: number of the update.
-            base: lineage of the state before the update.
+            parent_lineage: lineage of the state before the update.
             lineage: lineage of the state after the update.
 
         Raises:
-            OutdatedError: an update was missed, or the holders did not commit a queued one.
+            OutdatedError: this group missed an update, or has already applied an update that the
+                holders did not commit.
         """
         self._require_phase(Phase.FETCHING, Phase.REPLAYING)
-        index = step - self.from_step - 1
-        if index < self.num_replayed or index > len(self.queued):
+        index = step - self.from_step - 1  # position of the update in the queue
+        is_replayed = index < self.num_replayed
+        is_gap_before = index > len(self.queued)
+        if is_replayed or is_gap_before:
             raise OutdatedError(f"missed an update before update {step}")
-        expected_base = self.lineage
+        expected_parent = self.lineage
         if index > 0:
-            expected_base = self.queued[index - 1]
-        if base != expected_base:
+            expected_parent = self.queued[index - 1]
+        if parent_lineage != expected_parent:
             raise OutdatedError(f"missed an update before update {step}")
-        return replace(self, queued=(*self.queued[:index], lineage))
+        # Drop the update that this one replaces, and all updates after it.
+        queued = (*self.queued[:index], lineage)
+        return replace(self, queued=queued)
 
     def mark_replayed(self) -> Healing:
-        """Note that the next queued update has been applied to the loaded state."""
+        """Record that the next queued update has been applied to the loaded state."""
         self._require_phase(Phase.REPLAYING)
         assert self.is_loaded, "the fetched state is loaded before an update is replayed"
         assert self.num_remaining > 0, "no update is left to replay"
@@ -316,39 +353,39 @@ class Healing:
         return replace(self, others_wait=True)
 
     def let_others_go_on(self) -> Healing:
-        """Ask for the update that the other groups hold back."""
+        """Let the other groups make the update that they hold back."""
         self._require_phase(Phase.REPLAYING)
         return replace(self, others_wait=False)
 
     def finish(self) -> Healing:
-        """End the heal: this group holds the job's state."""
+        """REPLAYING -> READY: this group holds the job's state."""
         assert self.may_finish, "the state is confirmed, loaded and replayed before it is the job's"
         assert self.num_remaining == 0, "an update is left to replay"
         return Healing(Phase.READY)
 
     def roll_back(self) -> Healing:
-        """End the heal with this group's own state, because no other group has a later one.
-
-        Allowed in any phase.
-        """
+        """Any phase -> READY: keep this group's own state, because no group has a later state."""
         return Healing(Phase.READY)
 
     def drop_outdated(self) -> Healing:
-        """Give up a state that the holders no longer have. This does not count as a failure."""
+        """Give up the fetched state, because the holders have another state by now.
+
+        This does not count as a failure, so the next attempt begins without a pause.
+        """
         self._require_phase(Phase.FETCHING, Phase.REPLAYING)
         return Healing(
             max_queued=self.max_queued,
             failures=self.failures,
-            is_renewed=self.is_renewed,
+            has_dropped_for_newer=self.has_dropped_for_newer,
             last_donor=self.last_donor,
         )
 
     def drop_for_newer(self) -> Healing:
-        """Give up a transfer because the queue is full, to fetch a newer state instead."""
-        return replace(self.drop_outdated(), is_renewed=True)
+        """Give up a fetch because the queue is full, in order to fetch a newer state instead."""
+        return replace(self.drop_outdated(), has_dropped_for_newer=True)
 
     def drop_failed(self) -> Healing:
-        """Give up a transfer that failed or brought wrong bytes."""
+        """Give up a fetch that failed or brought wrong bytes."""
         return replace(self.drop_outdated(), failures=self.failures + 1)
 
     def _require_phase(self, *phases: Phase) -> None:

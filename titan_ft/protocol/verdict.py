@@ -1,9 +1,23 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The meaning of one exchange's rows: which groups hold the job's state, whose gradients count.
+"""Judges the rows of one exchange: which groups have the job's state, and whose gradients count.
 
-All functions are pure. All members judge the same rows, and come to the same verdict. See
-docs/exchange.md.
+In an exchange, the groups of a quorum (its *members*) sum their gradients, and every member sends
+one `Row` of facts about itself. `Rounds` calls `judge` with the rows of all members, on the
+training thread of each rank. All members judge the same rows, so they come to the same verdict. All
+functions are pure.
+
+*The job's state* is the state to which the next update is applied. Members may hold different
+states after a failure. Three numbers in each row identify the member's state:
+
+1. The *step*: the number of committed updates in the state.
+2. The *lineage*: a hash of the exchanges that made the state. Two states with the same step and
+   different lineages come from different updates. Both are valid.
+3. The *digest*: a hash of the state's bytes, 0 if the member has not computed one. Two states with
+   the same lineage must have the same bytes. If their digests differ, one of them is corrupt.
+
+`judge` chooses the job's step, lineage and digest in this order. The *holders* are the members
+whose state has all three. See docs/exchange.md, "Verdict".
 """
 
 from __future__ import annotations
@@ -12,38 +26,43 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from titan_ft.protocol.healing import NO_DONOR
 from titan_ft.protocol.row import Row, Standing
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The meaning of the rows of one exchange.
+    """Which members have the job's state, and whose gradients count.
 
-    A rank here is a member's number in the quorum. Each tuple has the ranks of some members.
+    Each tuple contains the *ranks* of some members. Here a rank is a member's index in the quorum.
 
     Attributes:
-        step: committed updates in the holders' state. The exchange is for the next update.
-        holders: ranks that hold the job's state.
-        strays: ranks that claim to hold the state, and differ from the majority. They must heal.
-        corrupt: the strays whose state has the holders' lineage and other bytes.
-        tie: the bytes differ, and there is no majority.
-        digest: of the holders' bytes; 0 = no holder has taken it.
-        verified: all holders have taken the digest.
-        duplicates: holders that have trained data which another holder has trained too. Their
-            gradients do not count.
-        ready: holders that train on.
-        contributors: the ready ranks whose gradients count.
-        excluded: the ready ranks that leave their gradients out, because they are not finite.
-        holding_back: the ready ranks that keep their gradients, because the step could not be
+        step: committed updates in the job's state. The exchange is for the next update.
+        holders: members that have the job's state.
+        strays: members that claim to have the job's state, but have another one. They must heal.
+        corrupt: strays whose state has the job's lineage, but other bytes.
+        tie: True if the digests of one lineage differ, and no digest has a majority.
+        digest: digest of the job's state; 0 = no holder has computed it.
+        verified: True if all holders have computed the digest.
+        duplicates: holders that have trained data which another holder has trained as well. The
+            other holder's gradients count, theirs do not.
+        ready: holders that train, or wait for the job's first step. The other holders have
+            finished.
+        contributors: the ready members whose gradients count.
+        excluded: the ready members that give no gradients, because theirs are not finite.
+        holding_back: the ready members that have gradients, and keep them until the step can be
             committed.
-        opening: the ready ranks that have just applied an update, and make this round for groups
-            that missed it (`Row.opening`).
-        unfinished: the ready ranks that have local steps left (`Row.unfinished`).
-        offering: holders that may offer their state. A holder that has not started may not offer
-            while others train: its ledger lists no readers.
-        awaited_joiners: joiners that asked the others to hold their next update.
-        valid_tokens, tokens, loss: sums over the contributors.
-        max_loss: the largest over the contributors.
+        opening: the ready members that have just applied an update, and make this round only for
+            groups that missed the update. Semi-synchronous methods only.
+        unfinished: the ready members that have more local steps to make. Semi-synchronous methods
+            only.
+        offering: holders that may offer their state to joiners.
+        awaited_joiners: members that fetch the state, and need the others to hold back the next
+            update meanwhile.
+        valid_tokens: number of the contributors' tokens that have a label and count in the loss.
+        tokens: number of all tokens of the contributors.
+        loss: sum of the contributors' losses.
+        max_loss: largest loss of a contributor's rank.
     """
 
     step: int
@@ -69,7 +88,10 @@ class Verdict:
 
     @property
     def may_update(self) -> bool:
-        """True if a ready member is neither opening nor unfinished, so this may be an update."""
+        """True if a ready member came to this round to make an update.
+
+        Opening and unfinished members came for other reasons.
+        """
         without_update = {*self.opening, *self.unfinished}
         return any(rank not in without_update for rank in self.ready)
 
@@ -78,21 +100,25 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
     """Judge the rows of all members.
 
     Args:
-        slots_read: for each member, the slots whose data its gradients are made of.
+        rows: one row for each member, in the order of their ranks.
+        slots_read: for each member, the slots whose data it has trained for this exchange; None =
+            no member has trained any.
     """
-    claims = [rank for rank, row in enumerate(rows) if row.has_state]
-    step = _find_step(rows, claims)
-    same_step = [rank for rank in claims if rows[rank].step == step]
+    if slots_read is None:
+        slots_read = [()] * len(rows)
+    claimants = [rank for rank, row in enumerate(rows) if row.has_state]
+    step = _find_step(rows, claimants)
+    same_step = [rank for rank in claimants if rows[rank].step == step]
     same_lineage = _find_majority_lineage(rows, same_step)
     digest, tie = _find_digest(rows, same_lineage)
     holders: list[int] = []
     corrupt: list[int] = []
-    if not tie:  # in a tie, nobody knows which bytes are right
-        # A rank without a digest counts as one with the right bytes.
+    if not tie:  # In a tie nobody knows which bytes are right, so there are no holders.
+        # Most rounds compare no bytes. So a member without a digest counts as a holder.
         holders = [rank for rank in same_lineage if rows[rank].digest in (0, digest)]
         corrupt = _without(same_lineage, holders)
     digests = [rows[rank].digest for rank in holders]
-    duplicates = _find_duplicates(holders, slots_read or [()] * len(rows))
+    duplicates = _find_duplicates(holders, slots_read)
     ready = [rank for rank in holders if rows[rank].standing is Standing.READY]
     excluded = []
     holding_back = []
@@ -108,13 +134,16 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
             opening.append(rank)
         if row.unfinished:
             unfinished.append(rank)
-    counting = _without(ready, duplicates)
-    contributors = [rank for rank in counting if rows[rank].valid_tokens > 0]
+    contributors = []
+    for rank in _without(ready, duplicates):
+        gives_gradients = rows[rank].valid_tokens > 0
+        if gives_gradients:
+            contributors.append(rank)
     contributed = [rows[rank] for rank in contributors]
     return Verdict(
         step=step,
         holders=tuple(holders),
-        strays=tuple(_without(claims, holders)),
+        strays=tuple(_without(claimants, holders)),
         corrupt=tuple(corrupt),
         tie=tie,
         digest=digest,
@@ -136,71 +165,81 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
 
 
 def find_sum_spoilers(rows: Sequence[Row]) -> list[int]:
-    """Return the slots whose gradients make the sum useless, because they are not finite.
+    """Return the slots whose non-finite gradients make the sum useless; empty = use the sum.
 
-    The sum may be used if all members with gradients have agreed to force theirs. One member that
-    forces alone must not spoil the gradients of the others.
+    If no member has finite gradients, all of them *force* theirs: they give them all the same, and
+    the sum counts. If only some members force theirs, they must not spoil the finite gradients of
+    the others.
     """
+    all_forced = True
     for row in rows:
         has_gradients = row.valid_tokens or row.excluded
         if has_gradients and not row.forced:
-            return [other.slot for other in rows if other.nonfinite]
-    return []
+            all_forced = False
+    if all_forced:
+        return []
+    return [row.slot for row in rows if row.nonfinite]
 
 
-def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
-    """Return the number of updates in the job's state: the largest number that a member claims.
+def _find_step(rows: Sequence[Row], claimants: Sequence[int]) -> int:
+    """Return the number of updates in the job's state: the largest number of a claimant.
 
-    There is one exception. An exchange may be complete for some members, and break for the others.
-    Then some members are one update ahead. If more training members are behind than ahead, the
-    state of those behind is the job's: they have kept their gradients, and the members ahead heal.
+    There is one exception. An exchange may work for some members, and break for the others. Then
+    the first are ahead by one update. If more members are behind than ahead, the job continues from
+    the state of the members behind: they still have their gradients for the update, and fewer
+    members must heal.
+
+    Args:
+        claimants: ranks of the members that claim to have the job's state.
     """
-    if not claims:
+    if not claimants:
         return max(row.step for row in rows)
-    latest = max(rows[rank].step for rank in claims)
+    latest = max(rows[rank].step for rank in claimants)
     num_ahead = 0
     num_behind = 0
-    for rank in claims:
+    for rank in claimants:
         row = rows[rank]
-        # An unfinished member does not count as behind: it may have loaded a state that was offered
-        # during the exchange. Its gradients are in the update already.
-        keeps_gradients = row.training and not row.unfinished
         if row.step == latest:
-            # A group ahead that has made the job's last step has finished training, and would
-            # leave.
             if row.standing is Standing.FINISHED:
+                # The update was the job's last one. The members ahead have finished training and
+                # would leave, so nobody could heal.
                 return latest
             num_ahead += 1
-        elif row.step == latest - 1 and keeps_gradients:
-            num_behind += 1
+        elif row.step == latest - 1:
+            # An unfinished member does not count: it may have loaded a state that was offered
+            # during the exchange, and its gradients are in the update already.
+            can_repeat_update = row.training and not row.unfinished
+            if can_repeat_update:
+                num_behind += 1
     if num_behind > num_ahead:
         return latest - 1
     return latest
 
 
 def _find_majority_lineage(rows: Sequence[Row], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks with the most common lineage; in a tie, with the lowest rank's lineage.
+    """Return those of `ranks` whose state has the most common lineage.
 
-    States of different lineages are all sound, so the choice only has to be the same on all
-    members.
+    In a tie, the lineage of the lowest rank is chosen. States of different lineages are all valid,
+    so all members only have to make the same choice.
     """
     if not ranks:
         return []
     lineages = Counter(rows[rank].lineage for rank in ranks)
-    [(usual, _)] = lineages.most_common(1)
-    return [rank for rank in ranks if rows[rank].lineage == usual]
+    # In a tie, `most_common` returns the lineage that it met first.
+    [(majority_lineage, _count)] = lineages.most_common(1)
+    return [rank for rank in ranks if rows[rank].lineage == majority_lineage]
 
 
 def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int, bool]:
-    """Return the digest of the right bytes, and whether there is a tie.
+    """Return the digest of the right bytes, and True if there is a tie.
 
-    If states of one lineage have different bytes, some are corrupt. The digest of the majority is
-    right; without a majority there is a tie. At step 0 there is no tie, because nothing is trained
-    yet: the lowest rank's initial state is as good as any other. The digest is 0 if no rank has
-    taken one.
+    If states of one lineage have different bytes, some of them are corrupt. The digest of the
+    majority is right. Without a majority there is a tie. At step 0 there is no tie, because nothing
+    is trained yet: any initial state is right, and the lowest rank's is chosen. The digest is 0 if
+    no rank has computed one.
 
-    A group that has not trained yet loaded a checkpoint, perhaps one that a corrupt group wrote. So
-    its digest is no independent vote for bytes that a training group shows as well.
+    A member that has not trained yet has loaded a checkpoint, perhaps from a corrupt group. So its
+    digest is no independent vote for a digest that a training member shows as well.
     """
     trained: list[int] = []
     loaded: list[int] = []
@@ -214,16 +253,18 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
             loaded.append(row.digest)
     votes = loaded
     if trained:
-        # Each loaded digest has one vote, and only if no trained group shows it.
-        votes = trained + sorted({*loaded} - {*trained})
+        # A digest that only loaded states have gets one vote, however many members have loaded it:
+        # they may all have loaded the same checkpoint.
+        only_loaded = set(loaded) - set(trained)
+        votes = trained + sorted(only_loaded)
     if not votes:
         return 0, False
     most_common = Counter(votes).most_common(2)
     digest, num_votes = most_common[0]
     is_tied = False
     if len(most_common) == 2:
-        _other, num_votes_of_other = most_common[1]
-        is_tied = num_votes_of_other == num_votes
+        _second_digest, num_votes_of_second = most_common[1]
+        is_tied = num_votes_of_second == num_votes
     is_initial = rows[same_lineage[0]].step == 0
     return digest, is_tied and not is_initial
 
@@ -232,18 +273,22 @@ def _find_duplicates(
     holders: Sequence[int],
     slots_read: Sequence[Collection[int]],
 ) -> tuple[int, ...]:
-    """Return the holders that have read a slot which another holder has read too.
+    """Return the holders whose gradients do not count, because another holder has read their data.
 
-    A group may come back during a step in which another group has taken over its slot. The group
-    with most slots keeps its gradients, because the group that came back has read its own slot
-    only.
+    This happens when a group comes back during a step in which another group has taken over its
+    slot. Of the two, the group with more slots keeps its gradients: the other one has read only its
+    own slot.
     """
-    taken: set[int] = set()
+
+    def by_number_of_slots(rank: int) -> tuple[int, int]:
+        return -len(slots_read[rank]), rank
+
+    counted: set[int] = set()  # slots whose gradients count
     duplicates = []
-    most_slots_first = sorted(holders, key=lambda rank: (-len(slots_read[rank]), rank))
+    most_slots_first = sorted(holders, key=by_number_of_slots)
     for rank in most_slots_first:
-        if taken.isdisjoint(slots_read[rank]):
-            taken.update(slots_read[rank])
+        if counted.isdisjoint(slots_read[rank]):
+            counted.update(slots_read[rank])
         else:
             duplicates.append(rank)
     return tuple(sorted(duplicates))
@@ -251,12 +296,16 @@ def _find_duplicates(
 
 def _without(ranks: Sequence[int], others: Collection[int]) -> list[int]:
     """Return `ranks` without `others`, in their order."""
-    dropped = frozenset(others)  # a set, because there may be a thousand look-ups
+    dropped = frozenset(others)  # A set, because a job may have a thousand members.
     return [rank for rank in ranks if rank not in dropped]
 
 
 def _find_offering(rows: Sequence[Row], holders: Sequence[int]) -> tuple[int, ...]:
-    """Return the holders that train; if none does, all holders."""
+    """Return the holders that may offer their state: those that train, or all if none trains.
+
+    A holder that has not trained yet does not know which groups read the data of absent groups: the
+    list of these groups (`Ledger.readers`) is empty. A joiner must not get such a list.
+    """
     training = tuple(rank for rank in holders if rows[rank].training)
     return training or tuple(holders)
 
@@ -264,7 +313,7 @@ def _find_offering(rows: Sequence[Row], holders: Sequence[int]) -> tuple[int, ..
 def _find_awaited_joiners(rows: Sequence[Row]) -> tuple[int, ...]:
     awaited = []
     for rank, row in enumerate(rows):
-        fetches = row.standing is Standing.CATCHING_UP and row.donor >= 0
-        if fetches and row.others_wait:
+        is_fetching = row.standing is Standing.CATCHING_UP and row.donor != NO_DONOR
+        if is_fetching and row.others_wait:
             awaited.append(rank)
     return tuple(awaited)

@@ -13,11 +13,11 @@ import pytest
 from titan_ft.protocol.healing import (
     MAX_PAUSE_SECONDS,
     NO_OFFER,
+    AttemptError,
     Healing,
     Offer,
     OutdatedError,
     Phase,
-    VoidError,
     choose_offer,
     rotate,
 )
@@ -142,7 +142,7 @@ def test_a_state_that_no_round_confirms_is_void(step: int, lineage: int, digest:
 
 def test_bytes_that_the_holders_do_not_show_are_void() -> None:
     """A donor served these bytes, so the attempt is a failure."""
-    with pytest.raises(VoidError) as caught:
+    with pytest.raises(AttemptError) as caught:
         fetching().finish_fetch().mark_loaded().confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
     assert not isinstance(caught.value, OutdatedError)
 
@@ -234,9 +234,9 @@ def test_an_outdated_state_counts_as_no_failure() -> None:
 
 def test_a_state_is_renewed_once() -> None:
     """Later failures do not change this."""
-    assert fetching().drop_for_newer().is_renewed
-    assert fetching().drop_for_newer().start_fetch(OFFER, 8).drop_failed().is_renewed
-    assert not fetching().drop_failed().is_renewed
+    assert fetching().drop_for_newer().has_dropped_for_newer
+    assert fetching().drop_for_newer().start_fetch(OFFER, 8).drop_failed().has_dropped_for_newer
+    assert not fetching().drop_failed().has_dropped_for_newer
 
 
 def test_after_a_failure_one_donor_serves_and_then_the_next() -> None:
@@ -280,7 +280,7 @@ def test_as_many_donors_serve_a_part_as_allowed(most: int, donors: tuple[int, ..
 
 def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
     """The next attempt begins after that donor."""
-    healing = fetching().name_donor(1)
+    healing = fetching().replace_first_donor(1)
     assert (healing.donor, healing.donors) == (1, (1, 3, 0))
     assert healing.drop_failed().start_fetch(OFFER, 8).donors == (3,)
 
@@ -340,7 +340,7 @@ def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
             if healing.phase is Phase.REPLAYING and not healing.is_loaded and draw.random() < 0.5:
                 healing, state = healing.mark_loaded(), [healing.lineage]
                 if healing.digest and not bytes_right:
-                    raise VoidError
+                    raise AttemptError
             if healing.phase is Phase.REPLAYING and healing.is_loaded and healing.num_remaining > 1:
                 state.append(healing.queued[healing.num_replayed])
                 healing = healing.mark_replayed()
@@ -369,7 +369,7 @@ def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
                 healing = healing.finish()
         except OutdatedError:
             healing = healing.drop_outdated()
-        except VoidError:
+        except AttemptError:
             healing = healing.drop_failed()
         if healing.phase is Phase.FETCHING:
             assert len(healing.queued) <= healing.max_queued
