@@ -74,15 +74,15 @@ class DelayedSockets(ControlSockets):
         due = time.monotonic() + self.delay
         self._late.append((due, connection, bytes(connection.unsent)))
         connection.unsent.clear()
-        if due < self._wakes_at:
+        if due < self._wait_ends_at:
             self.wake()
 
-    def _find_next_time(self) -> float:
-        next_time = super()._find_next_time()
+    def _find_wake_time(self) -> float:
+        next_time = super()._find_wake_time()
         return min(next_time, self._late[0][0]) if self._late else next_time
 
-    def _do_due(self, now: float) -> None:
-        super()._do_due(now)
+    def _act_on_time(self, now: float) -> None:
+        super()._act_on_time(now)
         while self._late and self._late[0][0] <= now:
             _, connection, data = self._late.popleft()
             connection.unsent += data

@@ -158,17 +158,17 @@ class SimulatedSockets:
 
     # Calls of the control tree
 
-    def start_below(self, address: str, parent: object) -> None:
+    def connect_to_parent(self, address: str, parent: object) -> None:
         """See `ControlSockets`."""
         self._parent = self._world.trees[split_address(address)]
         self.start()
 
     def start(self) -> None:
         """See `ControlSockets`."""
-        self.call(self._node.start)
+        self.give_event(self._node.start)
         self._task = self.kernel.spawn(self._run, "titan_ft_control")
 
-    def call(self, event: Callable[[float], Iterable[Action]]) -> None:
+    def give_event(self, event: Callable[[float], Iterable[Action]]) -> None:
         """See `ControlSockets`."""
         if self._closed:
             return
@@ -222,7 +222,7 @@ class SimulatedSockets:
                     self._events.popleft()()
                 now = standins.TIME.monotonic()
                 if now >= self._node.next_tick:
-                    self.call(self._node.tick)
+                    self.give_event(self._node.tick)
                 if now >= self._watch.next_look:
                     self._ping(now)
                 rest = min(self._node.next_tick, self._watch.next_look) - now
@@ -239,7 +239,7 @@ class SimulatedSockets:
             if wire.answers_pings(self):
                 self._watch.note_answer(child, now)
         for child, seconds in self._watch.look(now).items():
-            self.call(partial(self._node.fall_silent, child, seconds))
+            self.give_event(partial(self._node.report_silence, child, seconds))
 
     def add(self, event: Callable[[], None]) -> None:
         """Give the thread an event. The world's code calls this."""
@@ -250,7 +250,7 @@ class SimulatedSockets:
         """Take a frame; on the thread."""
         peer = wire.peer_of(self)
         if self._wires.get(peer) is wire:
-            self.call(lambda now: self._node.receive(peer, frame, now))
+            self.give_event(lambda now: self._node.receive(peer, frame, now))
 
     def lose(self, wire: Wire) -> None:
         """Take the end of a connection; on the thread."""
@@ -258,7 +258,7 @@ class SimulatedSockets:
         if self._wires.get(peer) is wire:
             del self._wires[peer]
             self._watch.remove(peer)
-            self.call(
+            self.give_event(
                 partial(self._node.disconnected, peer, has_ended=wire.has_ended_at_peer(self))
             )
 
@@ -290,7 +290,7 @@ class SimulatedSockets:
         if self._dial is dial and self._parent is not None:
             self._dial, self.last_error = None, "connection refused"
             peer = self._parent.rank
-            self.call(lambda now: self._node.disconnected(peer, now))
+            self.give_event(lambda now: self._node.disconnected(peer, now))
 
     def _accept(self, child: SimulatedSockets, dial: object) -> None:
         if child._process.dead or child._dial is not dial:
@@ -316,7 +316,7 @@ class SimulatedSockets:
         if peer > self.rank:  # a child, because its number is higher
             self._watch.add(peer, standins.TIME.monotonic())
         self._changed.notify_all()
-        self.call(lambda now: self._node.connected(peer, now))
+        self.give_event(lambda now: self._node.connected(peer, now))
 
     def _end_wires(self) -> None:
         for wire in self._wires.values():

@@ -406,10 +406,10 @@ def rank_leaves_on_its_own(patch: Patch) -> None:
 def note_may_come_after_the_vote(patch: Patch) -> None:
     """A note may reach a rank after the result of its sender's next vote."""
 
-    def say(former: Callable[..., None], self: Any, topic: str, text: str = "") -> None:
+    def send_note(former: Callable[..., None], self: Any, topic: str, text: str = "") -> None:
         standins.THREADING.Thread(target=partial(former, self, topic, text)).start()
 
-    around(patch, ControlTree, "say", say)
+    around(patch, ControlTree, "send_note", send_note)
 
 
 @mutation(
@@ -572,7 +572,7 @@ def other_shape_is_admitted(patch: Patch) -> None:
 @mutation(kinds=("freeze", "cut_ranks"), promises=("liveness",))
 def other_hosts_not_watched(patch: Patch) -> None:
     """Only the first of a group's hosts is watched."""
-    substitute(patch, Node, "fall_silent", lambda self, peer, seconds, now: [])
+    substitute(patch, Node, "report_silence", lambda self, peer, seconds, now: [])
 
 
 @mutation(kinds=("hang",), promises=("nothing silent",))

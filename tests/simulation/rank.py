@@ -39,7 +39,7 @@ from titan_ft.membership.control_tree import ControlTree, ReceivedDecision
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.pulse import SILENT_BEATS
-from titan_ft.protocol.control.node import Lose
+from titan_ft.protocol.control.node import LostRank
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.healing import Phase
 from titan_ft.protocol.ledger import Ledger
@@ -267,7 +267,7 @@ class Rank:
             self._server.close()
         self.saves.close()
 
-    def _hear_loss(self, events: Any, loss: Lose) -> None:
+    def _hear_loss(self, events: Any, loss: LostRank) -> None:
         """End rank 0 if another rank is silent, as `Links` does."""
         if loss.silent_seconds:
             silent = RankSilent(ranks=[loss.rank], hosts=[loss.host], seconds=loss.silent_seconds)

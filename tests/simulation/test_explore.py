@@ -1054,7 +1054,7 @@ def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(owner, name, count)
 
-    for name in ("rank0_decides", "rank0_announces", "say"):
+    for name in ("rank0_decides", "rank0_announces", "send_note"):
         counted(ControlTree, name)
     counted(GroupCollectives, "gather")
 

@@ -32,7 +32,7 @@ from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.gradients.exchange import HookCalls  # noqa: E402
 from titan_ft.membership.control_tree import ControlTree  # noqa: E402
 from titan_ft.membership.group_collectives import GroupCollectives  # noqa: E402
-from titan_ft.protocol.control.node import Lose  # noqa: E402
+from titan_ft.protocol.control.node import LostRank  # noqa: E402
 from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, RankSilent  # noqa: E402
 from titan_ft.run.log import EventLog  # noqa: E402
@@ -259,8 +259,10 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
     monkeypatch.setattr(links, "end_process", lambda status, *words: ended.extend((status, *words)))
     emitted: list[Event] = []
     membership = SimpleNamespace(stop_heartbeats=lambda: None)
-    gone = Lose(2, "its process has ended", "node6")
-    control = SimpleNamespace(losses=[Lose(3, "", "node7", 1.5), gone, Lose(1, "", "node5", 1.25)])
+    gone = LostRank(2, "its process has ended", "node6")
+    control = SimpleNamespace(
+        losses=[LostRank(3, "", "node7", 1.5), gone, LostRank(1, "", "node5", 1.25)]
+    )
     this: Any = SimpleNamespace(
         _config=FaultTolerance(enable=True),
         _control=control,

@@ -17,7 +17,7 @@ from functools import partial
 
 from titan_ft.engine.watchdog import end_process
 from titan_ft.membership.control_tree import ControlTree
-from titan_ft.protocol.control.node import Lose
+from titan_ft.protocol.control.node import LostRank
 from titan_ft.run.events import NOT_BEGUN
 from titan_ft.system.threads import call_aside
 
@@ -92,7 +92,7 @@ class Drain:
         self._hurried_at_vote: int | None = None
         self._lock = threading.Lock()
         self._ending = threading.Lock()
-        control.listen(_ABANDONED_TOPIC, self._handle_abandoned)
+        control.listen_for_notes(_ABANDONED_TOPIC, self._handle_abandoned)
         control.listen_for_losses(self._handle_loss)
 
     @property
@@ -172,7 +172,7 @@ class Drain:
         if self._is_announced or not self._requested:
             return
         if may_leave():
-            self._control.say(f"leave/{self._num_votes}")
+            self._control.send_note(f"leave/{self._num_votes}")
             self._is_announced = True
 
     def after_vote(self) -> bool:
@@ -180,7 +180,7 @@ class Drain:
 
         The result is the same on all ranks of the group. Training thread.
         """
-        if not self._agreed and self._control.heard(f"leave/{self._num_votes}") is not None:
+        if not self._agreed and self._control.read_note(f"leave/{self._num_votes}") is not None:
             self._agreed = True
             self.request()
         return self._agreed
@@ -228,18 +228,18 @@ class Drain:
             if not self.is_urgent and not self._is_a_sibling_urgent():
                 return False
             self._hurried_at_vote = vote
-            self._control.say_with_all(said_by_all)
-            self._control.say(self._urgent_topic())
+            self._control.send_note_with_all(said_by_all)
+            self._control.send_note(self._urgent_topic())
         if is_answered:
             proposal = "go on"
-        elif self._control.heard(said_by_all) is not None:
+        elif self._control.read_note(said_by_all) is not None:
             proposal = "leave"
         else:
             return False
-        return self._control.settle(f"waiting/{vote}", proposal) == "leave"
+        return self._control.propose(f"waiting/{vote}", proposal) == "leave"
 
     def _is_a_sibling_urgent(self) -> bool:
-        return self._control.heard(self._urgent_topic()) is not None
+        return self._control.read_note(self._urgent_topic()) is not None
 
     def _urgent_topic(self) -> str:
         return f"urgent/{self._num_votes}"
@@ -255,7 +255,7 @@ class Drain:
 
     # Siblings that end; on the control tree's thread, or on the one that requests
 
-    def _handle_loss(self, loss: Lose) -> None:
+    def _handle_loss(self, loss: LostRank) -> None:
         if loss.silent_seconds:
             return  # rank 0 ends the group, and reports the silent ranks (`Links`)
         where = ""
@@ -280,7 +280,7 @@ class Drain:
         """
         if not self._requested or self._left:
             return
-        if self._control.heard(_ABANDONED_TOPIC) is not None:
+        if self._control.read_note(_ABANDONED_TOPIC) is not None:
             reason = "another rank of this group had to end"
             call_aside(partial(self._abandon, reason), "titan_ft_abandon")
         elif self._lost:
@@ -326,7 +326,7 @@ class Drain:
 
     def _announce_abandoned(self) -> None:
         """Let the siblings end as well. Without this note, they would report this rank as dead."""
-        self._control.say(_ABANDONED_TOPIC)
+        self._control.send_note(_ABANDONED_TOPIC)
         self._control.announce_end(_ABANDON_SECONDS)
 
     def _end(self, status: int, *final_calls: Callable[[], object]) -> None:

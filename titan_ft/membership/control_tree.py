@@ -1,17 +1,21 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Control tree of one replica group: agreements, notes and losses among its ranks.
+"""Control tree of one replica group: agreements, notes and losses among the group's ranks.
 
-Each rank of the group is connected to its parent and its children. Three things travel in the tree:
+The ranks of a group must act alike: they must all commit a step, or none of them. For this they
+need connections that work while a collective hangs, and from threads other than the training
+thread. So each rank of the group has TCP connections to its parent and its children in a tree whose
+root is rank 0. Three things travel in the tree:
 
-- An *agreement*: each rank sends words up to rank 0. Rank 0 decides, and sends the decision down to
-  all ranks.
-- A *note*: a text with a topic, which any rank sends to all ranks.
-- A *loss*: the report that a rank has died, or is silent.
+- An *agreement*: each rank sends *words* (strings) up to rank 0. Rank 0 decides, and sends the
+  decision down to all ranks. A vote is an agreement.
+- A *note*: a text with a topic, which any rank sends to all ranks at any time. For example, a rank
+  reports that it has aborted the exchange.
+- A *loss*: the report that a rank has died or is silent.
 
-`group_collectives.py` agrees by collectives, which only the training threads may make. The control
-tree serves the other threads, and decisions during which the training threads compute or wait:
-votes, quorums, aborts, leaving.
+`Node` (protocol/control/node.py) is the protocol, as pure code. `ControlSockets` has the
+connections and the tree's thread. `ControlTree` is the interface for the threads of this rank: it
+gives the node events, and lets threads wait for the results.
 
 See docs/membership.md, "Control tree".
 """
@@ -35,11 +39,11 @@ from titan_ft.protocol.control.node import (
     Action,
     Answer,
     Decide,
-    Hear,
-    Left,
-    Lose,
+    HeardNote,
+    LostRank,
+    MayExit,
     Node,
-    drop_oldest,
+    drop_oldest_topic,
 )
 from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
 from titan_ft.protocol.errors import LighthouseError, RankLostError, first_line
@@ -54,8 +58,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
-"""The parent listens before its address is in the store, so a healthy one answers within
-milliseconds."""
+"""Limit of the wait for the connection to the parent. The parent listens before it publishes its
+address, so a healthy parent answers within milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -63,45 +67,46 @@ class ReceivedDecision:
     """A decision of rank 0, and when it reached this rank.
 
     Attributes:
-        received_at: monotonic time in seconds. The rank may read the decision later, but its waits
-            for other groups are counted from this time.
+        received_at: monotonic time in seconds at which the decision arrived. A busy thread may read
+            the decision later. All ranks received it at nearly the same moment, so they measure
+            their waits for other groups from this time.
     """
 
     text: str
     received_at: float
 
 
-HearTopic = Callable[[str], None]
-"""Takes the topic of a note, without its prefix."""
+TopicListener = Callable[[str], None]
+"""Called with the topic of a note, without the prefix of the topic."""
 
-HearLoss = Callable[[Lose], None]
-"""Takes the lost rank, its host and the reason."""
+LossListener = Callable[[LostRank], None]
 
 
 class ControlTree:
-    """One rank's place in the control tree of its group.
+    """One rank's end of the control tree of its group.
 
     `training/links.py` creates it when the worker starts. `Membership`, `Seat`, `Rendezvous`,
     `Partition` and the engine call it.
 
-    Threads: all ranks of the group make the same agreements (`rank0_decides`, `rank0_announces`) in
-    the same order, on each rank one thread at a time. Any thread may call the other methods. The
-    tree's own thread calls the listeners. A group of one rank opens no socket and starts no thread.
+    Threads: one thread at a time makes agreements (`rank0_decides`, `rank0_announces`), and all
+    ranks of the group make the same agreements in the same order. Any thread may call the other
+    methods. The tree's own thread calls the listeners. A group of one rank opens no socket and
+    starts no thread.
 
     After a loss, and after a failure of the tree's thread, every agreement raises the same error.
     Notes still travel between the ranks that are connected.
 
     Args:
         host: numeric address at which the group's ranks reach this rank.
-        token: the run's shared secret. A process without it takes no part.
-        store: the group's store. The constructor alone uses it, to exchange addresses. None = the
-            group has one rank.
-        key: prefix of the keys in the store, unique to this attempt of the group.
+        token: the run's shared secret. A process without the token cannot connect.
+        store: the group's TCPStore, through which the ranks exchange their addresses; used only by
+            the constructor. None = the group has one rank.
+        key: prefix of the keys in the store, unique to this start of the group.
         host_name: name of this rank's host, for people.
-        patience: seconds without a heartbeat after which a child of a rank is lost. The same on all
-            ranks; math.inf = nobody watches.
+        patience: seconds after which a child that does not answer pings is lost; the same on all
+            ranks. math.inf = no pings.
         fan_out: number of children of a rank; the same on all ranks.
-        on_refusal: see `ControlSockets`.
+        on_refusal: takes a report about a connection that was refused (see `ControlSockets`).
 
     Attributes:
         num_agreements: agreements that this rank has joined.
@@ -129,34 +134,37 @@ class ControlTree:
         self._rank = rank
         self._host_name = host_name or node_name()
         self._parent = find_parent(rank, fan_out)
-        self._changed = threading.Condition()  # guards all fields below, the node and the sockets
+        # The lock of all fields below, of the node and of the sockets. Notified at each change.
+        self._condition = threading.Condition()
         self._node = Node(rank, num_ranks, fan_out)
-        # On rank 0, the words of all ranks by the number of the agreement; None = too long.
+        # By the number of the agreement, on rank 0: the words of all ranks; None = too long.
         self._words: dict[int, frozenset[str] | None] = {}
         self._answers: dict[int, ReceivedDecision] = {}  # by the number of the agreement
-        self._heard: dict[str, str] = {}  # the notes: text by topic
-        self._topic_listeners: dict[str, HearTopic] = {}  # by prefix
-        self._loss_listeners: list[HearLoss] = []
-        self._losses: list[Lose] = []
-        self._callbacks: deque[Callable[[], None]] = deque()  # calls of listeners that are due
-        self._num_unfinished_callbacks = 0  # these, and the one that runs now
-        self._failure: Exception | None = None  # why no agreement is possible any more
-        self._left = False  # the neighbours need nothing more from this rank
+        self._notes: dict[str, str] = {}  # text by topic
+        self._topic_listeners: dict[str, TopicListener] = {}  # by prefix
+        self._loss_listeners: list[LossListener] = []
+        self._losses: list[LostRank] = []
+        self._pending_calls: deque[Callable[[], None]] = deque()  # calls of listeners
+        self._num_pending_calls = 0  # includes the call that runs now
+        self._failure: Exception | None = None  # the error that all agreements raise from now on
+        self._may_exit = False  # no neighbour needs this rank any more
         self._agreements_ended = False
         self._closed = False
-        self._has_thread = False  # False: the caller's thread calls the listeners
+        # False if the tree has no thread. Then the thread that sends a note calls the listeners.
+        self._thread_calls_listeners = False
         self.num_agreements = 0
         self._sockets: ControlSockets | None = None
         self._echo: EchoServer | None = None  # answers the parent's pings
         if store is None or num_ranks == 1:
             return
-        if rank > 0 and patience < math.inf:
+        has_pings = patience < math.inf
+        if rank > 0 and has_pings:
             self._echo = EchoServer(host)
         echo_address = self._echo.address if self._echo is not None else ""
         own = Identity(self._host_name, str(Process.this()), echo_address)
         self._sockets = ControlSockets(
             self._node,
-            self._changed,
+            self._condition,
             rank=rank,
             children=find_children(rank, num_ranks, fan_out),
             secret=Secret(token, key),
@@ -164,11 +172,11 @@ class ControlTree:
             own=own,
             patience=patience,
             on_action=self._handle_action,
-            on_turn=self._run_callbacks,
+            on_turn=self._call_listeners,
             on_failure=self._fail,
             on_refusal=on_refusal,
         )
-        self._has_thread = True
+        self._thread_calls_listeners = True
         try:
             self._connect(self._sockets, store, key, token, own)
         except BaseException:
@@ -181,47 +189,50 @@ class ControlTree:
         decide: Callable[[set[str]], str],
         timeout: float | None = None,
     ) -> str:
-        """Let rank 0 call `decide`, and return the result on all ranks. All ranks call this.
+        """Let rank 0 call `decide`, and return its result on all ranks. All ranks must call this.
 
-        A decision that depends on a clock or on the lighthouse belongs into `decide`. If each rank
-        looked for itself, two ranks could decide differently. If `decide` raises, rank 0 must end:
-        the other ranks wait for its decision until rank 0 is lost.
+        Read a clock or ask the lighthouse only in `decide`. If each rank did so by itself, two
+        ranks could decide differently. If `decide` raises, rank 0 must end: the other ranks wait
+        for its decision until they learn that rank 0 is lost.
 
         Args:
-            words: this rank's words; `decide` gets those of all ranks.
+            words: this rank's words. `decide` gets the union of the words of all ranks.
             timeout: seconds to wait for the other ranks. On ranks other than 0 it includes the
                 duration of `decide`. After a timeout the caller must make no further agreement.
 
         Raises:
-            LighthouseError: this group has left the job meanwhile. A request at the lighthouse
-                raises the same error then, so callers of both catch one error.
-            RankLostError: names the rank and its host.
-            TimeoutError: the others took longer.
-            ValueError: words or decision are too long for a message.
+            LighthouseError: `end_agreements` or `close` was called, because this group leaves the
+                job. A request to the lighthouse raises the same error then, so the callers handle
+                both in the same way.
+            RankLostError: a rank of the group is lost; names the rank and its host.
+            TimeoutError: the other ranks took longer than `timeout`.
+            ValueError: the words or the decision are too long for a message.
         """
         number = self.num_agreements + 1
-        with self._changed:
+        with self._condition:
             self._raise_if_ended()
-            self._call(partial(self._node.join, number, words))
-            self.num_agreements = number  # after `join`: it refuses words that are too long
-            arrived = self._words if self._rank == 0 else self._answers
-            self._wait(lambda: number in arrived, timeout)
+            self._give_event(partial(self._node.join, number, words))
+            # Only now: `join` raises if the words are too long, and then there is no agreement.
+            self.num_agreements = number
             if self._rank > 0:
+                self._wait(lambda: number in self._answers, timeout)
                 return self._answers.pop(number).text
+            self._wait(lambda: number in self._words, timeout)
             all_words = self._words.pop(number)
         if all_words is None:
             raise ValueError("the words of all ranks together are too long for a message")
-        # Without the lock: `decide` may ask the lighthouse for seconds.
+        # Without the lock, because `decide` may wait for the lighthouse for seconds.
         decision = decide(set(all_words))
-        with self._changed:
-            self._call(partial(self._node.decide, number, decision))
-            self._answers.pop(number, None)  # rank 0 has its decision already
+        with self._condition:
+            self._give_event(partial(self._node.decide, number, decision))
+            # The node returned the decision to rank 0 as well, where nobody waits for it.
+            self._answers.pop(number, None)
         return decision
 
     def rank0_announces(self, decide: Callable[[], str]) -> ReceivedDecision:
-        """Let rank 0 call `decide`, and return the result on all ranks. All ranks call this.
+        """Let rank 0 call `decide`, and return its result on all ranks. All ranks must call this.
 
-        Rank 0 waits for no other rank. Use it where the other ranks have no words to add.
+        Unlike in `rank0_decides`, rank 0 does not wait for the other ranks.
 
         Raises:
             LighthouseError, RankLostError, ValueError: see `rank0_decides`.
@@ -229,143 +240,146 @@ class ControlTree:
         number = self.num_agreements + 1
         text = ""
         if self._rank == 0:
-            text = decide()  # without the lock: it may take seconds
-        with self._changed:
+            text = decide()  # Without the lock, because it may take seconds.
+        with self._condition:
             self._raise_if_ended()
             if self._rank == 0:
-                self._call(partial(self._node.announce, number, text))
+                self._give_event(partial(self._node.announce, number, text))
             self.num_agreements = number
             self._wait(lambda: number in self._answers, None)
             return self._answers.pop(number)
 
     def pause(self, seconds: float) -> None:
-        """Sleep. The sleep ends early, with an error, if the group leaves or a rank is lost.
+        """Sleep. The sleep ends early, with an error, if no agreement is possible any more.
 
         Raises:
-            LighthouseError: this group has left the job meanwhile.
-            RankLostError: names the rank and its host.
+            LighthouseError, RankLostError: see `rank0_decides`.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_ended, seconds)
+        with self._condition:
+            self._condition.wait_for(lambda: self._has_ended, seconds)
             self._raise_if_ended()
 
-    def say(self, topic: str, text: str = "") -> None:
-        """Send a note to all ranks of the group, this rank included; any thread, returns at once.
+    def send_note(self, topic: str, text: str = "") -> None:
+        """Send a note to all ranks of the group, this rank included. Returns at once.
 
-        If ranks send several texts for one topic, rank 0 takes the first, and every rank hears that
-        text. If a rank sends a note and then joins an agreement, every rank hears the note before
-        the decision. Before an announcement, only the notes of rank 0 have this guarantee.
+        If ranks send several texts for one topic, every rank gets the text that reached rank 0
+        first. If a rank sends a note and then joins an agreement (`rank0_decides`), every rank has
+        the note before the decision. With `rank0_announces` this is so only for notes of rank 0.
 
         Raises:
             ValueError: the text is too long for a message.
         """
-        with self._changed:
+        with self._condition:
             if not self._closed:
-                self._call(partial(self._node.say, topic, text))
-        self._run_callbacks_without_thread()
+                self._give_event(partial(self._node.send_note, topic, text))
+        self._call_listeners_if_no_thread()
 
-    def say_with_all(self, topic: str) -> None:
-        """Send a note that all ranks hear after each of them has sent it; any thread.
-
-        Returns at once.
+    def send_note_with_all(self, topic: str) -> None:
+        """Send a note that reaches the ranks after all of them have sent it. Returns at once.
 
         Raises:
             ValueError: the topic is too long for a message.
         """
-        with self._changed:
+        with self._condition:
             if not self._closed:
-                self._call(partial(self._node.say_with_all, topic))
-        self._run_callbacks_without_thread()
+                self._give_event(partial(self._node.send_note_with_all, topic))
+        self._call_listeners_if_no_thread()
 
-    def heard(self, topic: str) -> str | None:
-        """Return the text of a topic; None if it is not among the last `MAX_TOPICS` topics."""
-        with self._changed:
-            return self._heard.get(topic)
+    def read_note(self, topic: str) -> str | None:
+        """Return the text of a topic; None = there is no such note among the last `MAX_TOPICS`."""
+        with self._condition:
+            return self._notes.get(topic)
 
-    def settle(self, topic: str, text: str) -> str:
-        """Send a note, and return the text that all ranks hear for this topic.
+    def propose(self, topic: str, text: str) -> str:
+        """Propose a text for a topic, and return the text that all ranks get for this topic.
 
-        That text is the first one that reached rank 0, which may be another rank's.
+        The first proposal that reaches rank 0 wins, so the result may be another rank's text. Waits
+        until the result is known.
 
         Raises:
-            LighthouseError: this group has left the job meanwhile.
-            RankLostError: names the rank and its host.
+            LighthouseError, RankLostError: see `rank0_decides`.
         """
-        self.say(topic, text)
-        with self._changed:
-            # Notes outlast `end_agreements`, so only a close or a loss ends this wait early.
-            self._changed.wait_for(partial(self._is_settled, topic))
-            if topic not in self._heard:
+        self.send_note(topic, text)
+        with self._condition:
+            # Not `_has_ended`: notes still travel after `end_agreements`.
+            self._condition.wait_for(partial(self._is_decided_or_ended, topic))
+            if topic not in self._notes:
                 self._raise_if_ended()
-            return self._heard[topic]
+            return self._notes[topic]
 
-    def _is_settled(self, topic: str) -> bool:
-        if topic in self._heard:
+    def _is_decided_or_ended(self, topic: str) -> bool:
+        if topic in self._notes:
             return True
         return self._closed or self._failure is not None
 
-    def listen(self, prefix: str, hear: HearTopic) -> None:
-        """Call `hear` once for each topic with this prefix, earlier topics included.
+    def listen_for_notes(self, prefix: str, hear: TopicListener) -> None:
+        """Call `hear` once for each note whose topic has this prefix, earlier notes included.
 
-        The tree's thread calls `hear`, which must not block: that thread also serves the children.
-        A prefix has one listener.
+        The tree's thread calls `hear`, which must not block, because the thread also serves the
+        other ranks. There is at most one listener for a prefix.
         """
-        with self._changed:
+        with self._condition:
             assert prefix not in self._topic_listeners, f"{prefix!r} has a listener"
             self._topic_listeners[prefix] = hear
-            for topic in self._heard:
+            for topic in self._notes:
                 if topic.startswith(prefix):
-                    self._add_callback(partial(hear, topic.removeprefix(prefix)))
-        self._run_callbacks_without_thread()
+                    self._queue_listener_call(partial(hear, topic.removeprefix(prefix)))
+        self._call_listeners_if_no_thread()
 
-    def listen_for_losses(self, hear: HearLoss) -> None:
-        """Call `hear` once for each lost rank, as `listen` does for topics.
+    def listen_for_losses(self, hear: LossListener) -> None:
+        """Call `hear` once for each lost rank, earlier losses included.
 
-        A group of one rank calls it after no event.
+        The tree's thread calls `hear`, which must not block.
         """
-        with self._changed:
+        with self._condition:
             self._loss_listeners.append(hear)
             for loss in self._losses:
-                self._add_callback(partial(hear, loss))
-        self._run_callbacks_without_thread()
+                self._queue_listener_call(partial(hear, loss))
+        self._call_listeners_if_no_thread()
 
     @property
-    def losses(self) -> list[Lose]:
-        """The ranks that are lost, in the order of the reports."""
-        with self._changed:
+    def losses(self) -> list[LostRank]:
+        """The lost ranks, in the order in which this rank learned of them."""
+        with self._condition:
             return list(self._losses)
 
     def end_agreements(self) -> None:
-        """End all agreements, because this group has left the job. Notes go on until `leave`."""
-        with self._changed:
+        """Let all agreements raise an error, because this group leaves the job.
+
+        Notes still travel until `leave` or `close`.
+        """
+        with self._condition:
             self._agreements_ended = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def leave(self, seconds: float) -> None:
         """Leave the tree in order, so that the other ranks do not report this rank as lost.
 
         Args:
-            seconds: to wait at most for the neighbours to leave as well. They may need this rank to
-                pass on a last message.
+            seconds: limit of the wait for the neighbours to leave as well. They may need this rank
+                to pass on a last message.
         """
         self.announce_end(seconds)
         self.close()
 
     def announce_end(self, seconds: float) -> None:
-        """Report to the neighbours that this process ends in order; see `leave`.
+        """Do the same as `leave`, but leave the connections open and other threads waiting.
 
-        Waits of other threads go on: the caller ends the process.
+        For a caller that ends the process right after this call.
         """
-        with self._changed:
-            self._call(self._node.leave)
-            self._changed.wait_for(lambda: self._left or self._closed, seconds)
-            self._call(self._node.end)
+        with self._condition:
+            self._give_event(self._node.leave)
+            self._condition.wait_for(lambda: self._may_exit or self._closed, seconds)
+            self._give_event(self._node.end)
 
     def close(self) -> None:
-        """Close the connections, and end all waits. Without `leave` the others lose this rank."""
-        with self._changed:
+        """Close the connections, and end all waits.
+
+        Without `leave` before it, the other ranks report this rank as lost.
+        """
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         if self._sockets is not None:
             self._sockets.close()
         if self._echo is not None:
@@ -386,24 +400,26 @@ class ControlTree:
         Raises:
             LighthouseError: the parent cannot be reached, or its address has no valid seal.
         """
-        if sockets.address is not None:  # None: a rank without children does not listen
+        if sockets.address is not None:  # None: a rank without children does not listen.
             address = join_address(*sockets.address)
             own_key = f"{key}/{self._rank}"
+            # Sealed with the token, because any process that reaches the store can write to it.
             store.set(own_key, add_seal(token, own_key, f"{address} {own.process} {own.host}"))
         if self._parent is None:
-            with self._changed:
+            with self._condition:
                 sockets.start()
             return
         parent_key = f"{key}/{self._parent}"
-        sealed = store.get(parent_key).decode(errors="replace")  # waits until the key is there
+        # `get` waits until the parent has set the key.
+        sealed = store.get(parent_key).decode(errors="replace")
         try:
             text = remove_seal(token, parent_key, sealed)
         except UnsealedError as unsealed:
             this_rank = f"rank {self._rank} of this group ({own.host})"
             raise LighthouseError(f"{this_rank}: {unsealed}") from unsealed
         address, process, parent_host = text.split(" ", 2)
-        with self._changed:
-            sockets.start_below(address, Identity(parent_host, process))
+        with self._condition:
+            sockets.connect_to_parent(address, Identity(parent_host, process))
         if self._await_parent(sockets, self._parent):
             return
         error = sockets.last_error
@@ -426,71 +442,76 @@ class ControlTree:
                 return True
             return self._failure is not None or self._closed
 
-        with self._changed:
-            self._changed.wait_for(is_over, CONNECT_SECONDS)
+        with self._condition:
+            self._condition.wait_for(is_over, CONNECT_SECONDS)
             return sockets.is_connected(parent)
 
     # Under the lock
 
-    def _call(self, event: Callable[[float], list[Action]]) -> None:
-        """Give the node an event: one of its methods, which takes the time as its last argument."""
+    def _give_event(self, event: Callable[[float], list[Action]]) -> None:
+        """Call a method of the node, and carry out the actions that it returns.
+
+        Args:
+            event: the method, with all arguments except the last one, which is the time.
+        """
         if self._sockets is not None:
-            self._sockets.call(event)
+            self._sockets.give_event(event)
             return
-        for action in event(time.monotonic()):  # without neighbours no action concerns a connection
+        # A group of one rank has no neighbours, so no action concerns a connection.
+        for action in event(time.monotonic()):
             self._handle_action(action)
 
     def _handle_action(self, action: Action) -> None:
-        """Carry out an action of the node that concerns no connection."""
+        """Carry out an action of the node. `ControlSockets` handles those for a connection."""
         match action:
             case Decide(number, words):
                 self._words[number] = words
             case Answer(number, text):
                 self._answers[number] = ReceivedDecision(text, time.monotonic())
-            case Hear(topic, text):
-                self._heard[topic] = text
-                drop_oldest(self._heard)
+            case HeardNote(topic, text):
+                self._notes[topic] = text
+                drop_oldest_topic(self._notes)
                 for prefix, hear in self._topic_listeners.items():
                     if topic.startswith(prefix):
-                        self._add_callback(partial(hear, topic.removeprefix(prefix)))
-            case Lose(rank, reason, host):
+                        self._queue_listener_call(partial(hear, topic.removeprefix(prefix)))
+            case LostRank(rank, reason, host):
                 where = f" (on {host})" if host else ""
                 lost = f"rank {rank} of this group{where} is lost: {reason}"
-                self._note_loss(action, RankLostError(lost))
-            case Left():
-                self._left = True
-        self._changed.notify_all()
+                self._record_loss(action, RankLostError(lost))
+            case MayExit():
+                self._may_exit = True
+        self._condition.notify_all()
 
-    def _note_loss(self, loss: Lose, error: Exception) -> None:
+    def _record_loss(self, loss: LostRank, error: Exception) -> None:
         self._failure = self._failure or error
         self._losses.append(loss)
         for hear in self._loss_listeners:
-            self._add_callback(partial(hear, loss))
+            self._queue_listener_call(partial(hear, loss))
 
-    def _add_callback(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
-        self._num_unfinished_callbacks += 1
+    def _queue_listener_call(self, call: Callable[[], None]) -> None:
+        self._pending_calls.append(call)
+        self._num_pending_calls += 1
         if self._sockets is not None:
-            self._sockets.wake()  # the tree's thread calls the listener, not the caller of `say`
+            self._sockets.wake()  # The tree's thread calls the listener.
 
     def _wait(self, has_arrived: Callable[[], bool], timeout: float | None) -> None:
-        """Wait until `has_arrived` returns True and all listeners have returned.
+        """Wait until `has_arrived` returns True and no call of a listener is pending.
 
-        When the caller acts on a decision, the listeners have therefore seen all earlier notes.
+        Therefore the listeners have seen all earlier notes when the caller acts on a decision.
 
         Raises:
-            LighthouseError, RankLostError: the wait is in vain.
-            TimeoutError: the wait took longer.
+            LighthouseError, RankLostError: see `rank0_decides`.
+            TimeoutError: the wait took longer than `timeout`.
         """
 
         def is_over() -> bool:
             if self._has_ended:
                 return True
-            return has_arrived() and self._num_unfinished_callbacks == 0
+            return has_arrived() and self._num_pending_calls == 0
 
-        in_time = self._changed.wait_for(is_over, timeout)
+        in_time = self._condition.wait_for(is_over, timeout)
         if has_arrived():
-            return  # even if a rank was lost just now: the others may act on this decision
+            return  # Even if a rank was lost just now: other ranks may act on this decision.
         self._raise_if_ended()
         if not in_time:
             raise TimeoutError(f"the other ranks of this group took longer than {timeout:g} s")
@@ -504,45 +525,45 @@ class ControlTree:
         if self._closed or self._agreements_ended:
             raise LighthouseError("this group has left the job")
         if self._failure is not None:
-            # First the listeners: one of them may end the process with a report. The error would
-            # end it without a report.
-            self._changed.wait_for(lambda: self._closed or self._num_unfinished_callbacks == 0)
-            # A new object for each waiting thread: threads must not share a traceback.
+            # Let the listeners run first. One of them may report the loss and end the process. If
+            # the caller got the error first, the process could end without this report.
+            self._condition.wait_for(lambda: self._closed or self._num_pending_calls == 0)
+            # Raise a new object in each waiting thread, because threads must not share a traceback.
             raise type(self._failure)(*self._failure.args)
 
-    # Without the lock, on the tree's thread; if there is none, on the caller's thread
+    # Without the lock. On the tree's thread, or on the caller's thread if the tree has no thread
 
-    def _run_callbacks_without_thread(self) -> None:
-        """Call the listeners if no thread does: in a group of one rank, and after a failure."""
-        if not self._has_thread:
-            self._run_callbacks()
+    def _call_listeners_if_no_thread(self) -> None:
+        """Call the listeners if the tree has no thread (a group of one rank, or after `_fail`)."""
+        if not self._thread_calls_listeners:
+            self._call_listeners()
 
-    def _run_callbacks(self) -> None:
+    def _call_listeners(self) -> None:
         """Call the listeners, in the order of the notes and losses."""
-        # Reading without the lock is safe: a callback that is queued after this test wakes the
-        # thread.
-        while self._callbacks:
-            with self._changed:
-                if not self._callbacks:
-                    return  # another caller's thread has taken the callback
-                callback = self._callbacks.popleft()
+        # This test needs no lock: whoever queues a call after it wakes the tree's thread again.
+        while self._pending_calls:
+            with self._condition:
+                if not self._pending_calls:
+                    return  # Another thread has taken the call.
+                call = self._pending_calls.popleft()
             try:
-                callback()
+                call()
             except Exception:
-                # The next callbacks, and the tree, must go on.
+                # An error of one listener must end neither the other listeners nor the tree.
                 logger.exception("a listener of the control tree has failed")
-            with self._changed:
-                self._num_unfinished_callbacks -= 1
-                self._changed.notify_all()
+            with self._condition:
+                self._num_pending_calls -= 1
+                self._condition.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """End all waits after an unexpected error of the tree's thread, which ends.
+        """End all waits after an unexpected error of the tree's thread. The thread then ends.
 
-        The listeners hear that this rank itself is lost: it can take no further part in its group.
+        The listeners are told that this rank itself is lost, because it cannot act together with
+        its group any more.
         """
-        with self._changed:
+        with self._condition:
             text = f"the control tree failed on this rank: {first_line(error)}"
-            self._note_loss(Lose(self._rank, text, self._host_name), RuntimeError(text))
-            self._has_thread = False
-            self._changed.notify_all()
-        self._run_callbacks()
+            self._record_loss(LostRank(self._rank, text, self._host_name), RuntimeError(text))
+            self._thread_calls_listeners = False
+            self._condition.notify_all()
+        self._call_listeners()

@@ -168,7 +168,7 @@ class Partition:
         """Before a vote, notify all ranks if this rank votes "no" because of a dead link."""
         self._num_votes += 1
         if not ok and self._find_known_dead() is not None:
-            self._control.say(self._dead_link_topic())
+            self._control.send_note(self._dead_link_topic())
 
     def forget_dead_links(self) -> None:
         """Forget the findings of the watch: the exchange worked nevertheless."""
@@ -187,7 +187,7 @@ class Partition:
         """
         if self._accusers or failures >= _PROBE_AFTER_FAILURES:
             return True
-        return failures > 0 and self._control.heard(self._dead_link_topic()) is not None
+        return failures > 0 and self._control.read_note(self._dead_link_topic()) is not None
 
     def report_links(self, failures: int, step: int) -> None:
         """Find out which groups this group cannot reach, and report them in the group's name.
@@ -315,8 +315,8 @@ class Partition:
         probing = call_aside(probe, "titan_ft_outside_look")
         while not probing.done():
             if self._leave_requested():
-                self._control.say(_LEAVE_TOPIC)
-            if self._control.heard(_LEAVE_TOPIC) is not None:
+                self._control.send_note(_LEAVE_TOPIC)
+            if self._control.read_note(_LEAVE_TOPIC) is not None:
                 return [_LEAVE]
             self._control.pause(_LEAVE_CHECK_SECONDS)
         return probing.result()

@@ -98,7 +98,7 @@ class Rendezvous:
         self._drop_last_keys: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        control.listen(_BROKEN, self._abort_with_group)
+        control.listen_for_notes(_BROKEN, self._abort_with_group)
 
     def configure(
         self,
@@ -151,7 +151,7 @@ class Rendezvous:
 
     def _is_broken(self) -> bool:
         """True if another rank of this group has broken off the exchange of this quorum."""
-        return self._control.heard(_BROKEN + self.prefix) is not None
+        return self._control.read_note(_BROKEN + self.prefix) is not None
 
     def abort(self, prefix: str) -> None:
         """Break off the exchange under way, if it still is the exchange of `prefix`; any thread.
@@ -161,7 +161,7 @@ class Rendezvous:
         """
         self._abort_own(prefix)
         if prefix and self._group_world_size > 1:
-            self._control.say(_BROKEN + prefix)
+            self._control.send_note(_BROKEN + prefix)
 
     def close(self) -> None:
         """Close the process group for good."""

@@ -41,7 +41,7 @@ from titan_ft.membership.membership import Membership
 from titan_ft.membership.process_group import build_process_group
 from titan_ft.membership.pulse import SILENT_BEATS
 from titan_ft.membership.roll_call import RollCall
-from titan_ft.protocol.control.node import Lose
+from titan_ft.protocol.control.node import LostRank
 from titan_ft.protocol.errors import LighthouseError, RankSilentError, first_line
 from titan_ft.protocol.row import fold48
 from titan_ft.protocol.shape import describe_shape
@@ -199,7 +199,7 @@ class Links:
             leave_requested=lambda: self._drain.requested,
         )
 
-    def _end_if_silent(self, lost_rank: Lose) -> None:
+    def _end_if_silent(self, lost_rank: LostRank) -> None:
         """End this process, rank 0, if another rank of the group sends no heartbeats.
 
         The control tree calls this on its thread for each rank that it has lost. A frozen rank
@@ -213,7 +213,7 @@ class Links:
         silent = [lost for lost in self._control.losses if lost.silent_seconds > 0]
         self._end_without_silent_ranks(silent)
 
-    def _end_without_silent_ranks(self, silent: Sequence[Lose]) -> None:
+    def _end_without_silent_ranks(self, silent: Sequence[LostRank]) -> None:
         """End this process. The agent then restarts the whole group."""
         hosts = {lost.rank: lost.host for lost in sorted(silent, key=lambda lost: lost.rank)}
         seconds = max(lost.silent_seconds for lost in silent)

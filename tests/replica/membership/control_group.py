@@ -168,7 +168,7 @@ class ControlGroup:
                 patience=patience,
                 on_refusal=self.refusals.append,
             )
-            tree.listen("", self.notes[rank].append)
+            tree.listen_for_notes("", self.notes[rank].append)
             tree.listen_for_losses(lambda loss: self.losses[rank].append(loss.rank))
             return tree
 

@@ -24,7 +24,7 @@ import torch.distributed  # noqa: F401  # once, before the fork
 
 from benchmarks.control_ranks import FolderStore
 from titan_ft.membership.control_tree import ControlTree
-from titan_ft.protocol.control.node import Lose
+from titan_ft.protocol.control.node import LostRank
 
 HELD_PATIENCES = 5
 _SIGNALS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
@@ -37,7 +37,7 @@ def run_rank(folder: Path, rank: int, num_ranks: int, fan_out: int, patience: fl
     def write(line: str) -> None:
         os.write(lines, f"{line}\n".encode())
 
-    def note_loss(loss: Lose) -> None:
+    def note_loss(loss: LostRank) -> None:
         write(
             f"lost {loss.rank} {loss.host} {'silent' if loss.silent_seconds > patience else 'gone'}"
         )

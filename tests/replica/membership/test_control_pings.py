@@ -182,7 +182,7 @@ def test_a_broken_connection_for_pings_is_made_again() -> None:
         pinger = sockets._pings._pingers[1]
         for _ in range(3):
             wait_until(lambda: pinger._num_answered > 1, "pings are answered")
-            with group.trees[0]._changed:
+            with group.trees[0]._condition:
                 broken = pinger._socket
                 assert broken is not None
                 broken.shutdown(socket.SHUT_RDWR)

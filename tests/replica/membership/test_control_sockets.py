@@ -217,7 +217,9 @@ def check_nothing_has_changed(group: ControlGroup) -> None:
     relay_of(group).reset()
     group.check_agreements(2)
     assert group.losses == [[], [], []]
-    assert not any(tree._sockets._absent for tree in group.trees if tree._sockets is not None)
+    assert not any(
+        tree._sockets._disconnected_processes for tree in group.trees if tree._sockets is not None
+    )
 
 
 def is_closed(stranger: socket.socket) -> bool:
@@ -455,13 +457,13 @@ def test_two_trees_in_one_process_do_not_mix() -> None:
         ControlGroup(4, key="group/0") as first,
         ControlGroup(4, key="group/1", store=first.store) as second,
     ):
-        first.trees[1].say("topic", "first")
-        second.trees[1].say("topic", "second")
+        first.trees[1].send_note("topic", "first")
+        second.trees[1].send_note("topic", "second")
         for _ in range(5):
             first.check_agreements(1)
             second.check_agreements(1)
-        assert [tree.heard("topic") for tree in first.trees] == ["first"] * 4
-        assert [tree.heard("topic") for tree in second.trees] == ["second"] * 4
+        assert [tree.read_note("topic") for tree in first.trees] == ["first"] * 4
+        assert [tree.read_note("topic") for tree in second.trees] == ["second"] * 4
         published = remove_seal(TOKEN, "group/0/0", first.store.get("group/0/0").decode())
         first.store.set("group/2/0", add_seal(TOKEN, "group/2/0", published))
         with pytest.raises(LighthouseError, match="know this run's token"):
@@ -558,7 +560,7 @@ def test_a_process_without_descriptors(group: ControlGroup) -> None:
     assert sockets is not None
     assert sockets._listener is not None
     listener = Exhausted(sockets._listener, 0.3)
-    with sockets._changed:
+    with sockets._condition:
         sockets._selector.unregister(sockets._listener)
         sockets._listener = listener  # type: ignore[assignment]  # stands in for it
         sockets._selector.register(listener, 1, sockets._accept)  # type: ignore[arg-type]
@@ -610,9 +612,9 @@ def test_an_event_of_another_thread_may_bring_the_next_tick_closer() -> None:
     )
     with changed:
         sockets.start()
-    wait_until(lambda: sockets._wakes_at == math.inf, "it waits")
+    wait_until(lambda: sockets._wait_ends_at == math.inf, "it waits")
     with changed:
-        sockets.call(node.hurry)
+        sockets.give_event(node.hurry)
     assert node.ticked.wait(DEADLINE)
     sockets.close()
 

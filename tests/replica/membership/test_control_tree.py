@@ -20,7 +20,7 @@ from tests.replica.membership.control_group import (
 )
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.protocol.control.link import GRACE_SECONDS
-from titan_ft.protocol.control.node import MAX_TOPICS, Answer, Lose, Node
+from titan_ft.protocol.control.node import MAX_TOPICS, Answer, LostRank, Node
 from titan_ft.protocol.errors import LighthouseError, RankLostError
 
 # Agreements
@@ -40,11 +40,11 @@ def test_one_rank_needs_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch)
     heard: list[str] = []
     num_threads = threading.active_count()
     tree = make_tree(0, 1, None)
-    tree.listen("leave/", heard.append)
-    tree.say("leave/3", "now")
+    tree.listen_for_notes("leave/", heard.append)
+    tree.send_note("leave/3", "now")
     assert heard == ["3"]
-    assert tree.heard("leave/3") == "now"
-    assert tree.settle("leave/3", "later") == "now"
+    assert tree.read_note("leave/3") == "now"
+    assert tree.propose("leave/3", "later") == "now"
     assert [tree.rank0_decides(["a"], join_words) for _ in range(3)] == ["a"] * 3
     assert threading.active_count() == num_threads
     tree.leave(DEADLINE)
@@ -57,8 +57,10 @@ def test_rank_0_may_take_its_time_to_decide() -> None:
     with ControlGroup(3) as group:
 
         def decide(_: set[str]) -> str:
-            group.trees[2].say("broken")
-            wait_until(lambda: group.trees[1].heard("broken") is not None, "rank 1 has heard of it")
+            group.trees[2].send_note("broken")
+            wait_until(
+                lambda: group.trees[1].read_note("broken") is not None, "rank 1 has heard of it"
+            )
             return "decided"
 
         answers = [group.submit(tree.rank0_decides, [], decide) for tree in group.trees]
@@ -72,9 +74,9 @@ def test_rank_0_announces_and_waits_for_nobody() -> None:
         assert [
             group.trees[0].rank0_announces(lambda text=text: text).text for text in texts
         ] == texts
-        group.trees[0].say("all have them")  # a note follows them on each connection
+        group.trees[0].send_note("all have them")  # a note follows them on each connection
         wait_until(
-            lambda: all(tree.heard("all have them") is not None for tree in group.trees),
+            lambda: all(tree.read_note("all have them") is not None for tree in group.trees),
             "all have them",
         )
         came = time.monotonic()
@@ -104,9 +106,9 @@ def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
         tree = group.trees[1]
         waits = group.agree(0)
         wait_until(lambda: tree.num_agreements == 1, "rank 1 waits")
-        with tree._changed:
+        with tree._condition:
             tree._handle_action(Answer(1, "decided"))
-            tree._handle_action(Lose(0, "its process has ended", "node-0"))
+            tree._handle_action(LostRank(0, "its process has ended", "node-0"))
         assert waits[0].result(DEADLINE) == "decided"
         with pytest.raises(
             RankLostError, match=r"rank 0 of this group \(on node-0\) is lost: its process"
@@ -132,25 +134,25 @@ def test_a_note_that_needs_all_ranks() -> None:
     """All ranks hear the note after the last rank has sent it."""
     with ControlGroup(7, fan_out=2) as group:
         for tree in group.trees[:-1]:
-            tree.say_with_all("hurry")
+            tree.send_note_with_all("hurry")
         group.check_agreements(1)
         assert group.notes == [[]] * 7
-        group.trees[6].say_with_all("hurry")
+        group.trees[6].send_note_with_all("hurry")
         group.check_agreements(1)
         assert group.notes == [["hurry"]] * 7
     alone = make_tree(0, 1, None)
-    alone.say_with_all("hurry")
-    assert alone.heard("hurry") is not None
+    alone.send_note_with_all("hurry")
+    assert alone.read_note("hurry") is not None
 
 
 def test_notes_are_forgotten_in_the_end() -> None:
     """The tree remembers the last topics only."""
     alone = make_tree(0, 1, None)
     for number in range(MAX_TOPICS + 1):
-        alone.say(str(number))
-    assert alone.heard("0") is None
-    assert alone.heard("1") is not None
-    assert len(alone._heard) == MAX_TOPICS
+        alone.send_note(str(number))
+    assert alone.read_note("0") is None
+    assert alone.read_note("1") is not None
+    assert len(alone._notes) == MAX_TOPICS
 
 
 def test_a_note_is_known_before_the_next_decision() -> None:
@@ -160,9 +162,9 @@ def test_a_note_is_known_before_the_next_decision() -> None:
     """
     with ControlGroup(9, fan_out=2) as group:
         for number in range(20):
-            group.trees[number % 9].say(f"topic {number}", f"text {number}")
+            group.trees[number % 9].send_note(f"topic {number}", f"text {number}")
             group.check_agreements(1)
-            assert {tree.heard(f"topic {number}") for tree in group.trees} == {f"text {number}"}
+            assert {tree.read_note(f"topic {number}") for tree in group.trees} == {f"text {number}"}
             assert all(f"topic {number}" in notes for notes in group.notes)
         assert all(len(notes) == 20 for notes in group.notes)
 
@@ -173,7 +175,7 @@ def test_a_rank_hears_itself_although_nothing_comes() -> None:
     It must not wait for a message from another rank first.
     """
     with ControlGroup(2) as group:
-        group.trees[0].say("topic")
+        group.trees[0].send_note("topic")
         wait_until(lambda: group.notes[0] == ["topic"], "rank 0 has heard of it")
 
 
@@ -182,10 +184,10 @@ def test_a_decision_waits_for_the_listeners() -> None:
     with ControlGroup(2) as group:
         broken_off = threading.Event()
         heard: list[bool] = []
-        group.trees[0].listen("broken", lambda _: heard.append(broken_off.wait(DEADLINE)))
+        group.trees[0].listen_for_notes("broken", lambda _: heard.append(broken_off.wait(DEADLINE)))
         other = group.agree(0)
         wait_until(lambda: 1 not in group.trees[0]._node._missing, "rank 1 has joined")
-        group.trees[0].say("broken")
+        group.trees[0].send_note("broken")
         own = group.submit(group.trees[0].rank0_decides, [], join_words)
         with pytest.raises(TimeoutError):
             own.result(0.1)
@@ -204,7 +206,7 @@ def test_all_ranks_hear_the_text_that_rank_0_got_first() -> None:
             ]
             texts = {each.result(DEADLINE) for each in said}
             assert len(texts) == 1
-            assert texts == {tree.heard(f"{number}") for tree in group.trees}
+            assert texts == {tree.read_note(f"{number}") for tree in group.trees}
         group.check_agreements(1)
         assert all(len(notes) == 10 for notes in group.notes)
 
@@ -214,11 +216,11 @@ def test_what_was_said_before_a_rank_listens() -> None:
     with ControlGroup(2) as group:
         heard: list[str] = []
         for topic in ("broken/1", "leave/1", "broken/2"):
-            group.trees[0].say(topic)
+            group.trees[0].send_note(topic)
         group.check_agreements(1)
-        group.trees[1].listen("broken/", heard.append)
+        group.trees[1].listen_for_notes("broken/", heard.append)
         for topic in ("leave/2", "broken/3"):
-            group.trees[0].say(topic)
+            group.trees[0].send_note(topic)
         group.check_agreements(1)
         assert heard == ["1", "2", "3"]
 
@@ -243,18 +245,18 @@ def test_a_listener_that_fails_costs_nothing_else() -> None:
             raise RuntimeError("a bug of the listener")
 
         for tree in group.trees:
-            tree.listen("broken", fail)
-        group.trees[1].say("broken")
+            tree.listen_for_notes("broken", fail)
+        group.trees[1].send_note("broken")
         group.check_agreements(2)
 
 
 def test_a_listener_may_say_something() -> None:
     """The tree's thread calls the listener, and the tree accepts calls from that thread."""
     with ControlGroup(2) as group:
-        group.trees[1].listen("question", lambda _: group.trees[1].say("answer"))
-        group.trees[0].say("question")
+        group.trees[1].listen_for_notes("question", lambda _: group.trees[1].send_note("answer"))
+        group.trees[0].send_note("question")
         wait_until(
-            lambda: group.trees[0].heard("answer") is not None, "rank 0 has heard the answer"
+            lambda: group.trees[0].read_note("answer") is not None, "rank 0 has heard the answer"
         )
 
 
@@ -267,7 +269,7 @@ def test_notes_go_on_after_the_last_agreement() -> None:
         for wait in waits:
             with pytest.raises(LighthouseError, match="left the job"):
                 wait.result(DEADLINE)
-        assert group.trees[1].settle("abandoned", "by 1") == "by 1"
+        assert group.trees[1].propose("abandoned", "by 1") == "by 1"
         wait_until(lambda: all("abandoned" in notes for notes in group.notes), "all have heard")
 
 
@@ -275,7 +277,7 @@ def test_too_long_a_text_is_refused_where_it_is_said() -> None:
     """The sender gets an error, and may send less. The other ranks notice nothing."""
     with ControlGroup(2) as group:
         with pytest.raises(ValueError, match="at most"):
-            group.trees[1].say("long", "x" * (1 << 21))
+            group.trees[1].send_note("long", "x" * (1 << 21))
         with pytest.raises(ValueError, match="at most"):
             group.trees[1].rank0_decides(["x" * (1 << 21)], join_words)
         group.check_agreements(1)
@@ -292,7 +294,7 @@ def test_a_reset_at_each_message_costs_nothing(
     for chunk in range(20):
         store = RelayedStore(reset_at=chunk, loses=loses)
         with ControlGroup(7, store=store, fan_out=2) as group:
-            group.trees[6].say("topic", "text")
+            group.trees[6].send_note("topic", "text")
             group.check_agreements(4)
             assert all(len(relay.chunks) > chunk for relay in store.relays.values())
             assert group.notes == [["topic"]] * 7
@@ -310,7 +312,7 @@ def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(
         store.relays[1].open.clear()
         texts = [f"{number % 10}" * 900_000 for number in range(30)]
         for topic, text in enumerate(texts):
-            group.trees[0].say(f"{topic}", text)
+            group.trees[0].send_note(f"{topic}", text)
         wait_until(
             lambda: all(len(group.notes[rank]) == 30 for rank in (0, 1, 2)), "the others have heard"
         )
@@ -322,7 +324,7 @@ def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(
         )
         store.relays[1].open.set()
         group.check_agreements(1)
-        assert [group.trees[4].heard(topic) for topic in group.notes[4]] == texts
+        assert [group.trees[4].read_note(topic) for topic in group.notes[4]] == texts
     assert "connected again" not in caplog.text
 
 
@@ -446,7 +448,7 @@ def test_a_rank_that_leaves_alone_waits_no_longer_than_it_may() -> None:
     """Its siblings live on."""
     with ControlGroup(3) as group:
         group.trees[2].leave(0.05)
-        group.trees[0].say("topic")
-        wait_until(lambda: group.trees[1].heard("topic") is not None, "a note comes through")
+        group.trees[0].send_note("topic")
+        wait_until(lambda: group.trees[1].read_note("topic") is not None, "a note comes through")
         group.trees[1].pause(GRACE_SECONDS + 0.2)
         assert group.losses[:2] == [[], []]

@@ -302,7 +302,7 @@ def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> No
     seats.together(lambda: ranks[0].vote(0, True), lambda: ranks[1].vote(0, False))
     ranks[1]._partition._dead_links = partition._DeadLinks(ranks[1]._rendezvous.prefix, [])
     ranks[1]._partition.before_vote(ok=False)
-    ranks[1]._control.settle("said", "it")  # all earlier notes are known as well
+    ranks[1]._control.propose("said", "it")  # all earlier notes are known as well
     assert not ranks[0]._partition.must_report(1)
 
 

@@ -1,26 +1,41 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's node in the control tree of its group. No clock, no socket, no thread.
+"""The protocol of a replica group's control tree: the node of one rank.
 
-*Agreements.* Each rank contributes a set of strings, its *words*; the set may be empty. A node
-waits for the words of its whole subtree, and sends their union up. Rank 0 decides, and the answer
-travels down: one trip up and one trip down. Rank 0 can also announce its decision without any
-words: one trip down. The callers on all ranks use the same kind for each number. A message of the
-other kind is a bad frame.
+The ranks of a group are connected as a tree. Rank 0 is the root, and a rank's *neighbours* are its
+parent and its children. The ranks use the tree to agree on votes and quorums, to notify each other,
+and to notice that a rank has died. The tree is separate from the process groups of the training, so
+that it also works while their collectives hang.
 
-*Notes.* A note travels up to rank 0, which takes the first text of each topic, and from there down
-to all ranks. Notes and words keep their order on each link. So a note reaches all ranks before the
-answer of the next agreement that its sender joins. Before an announcement this holds for the notes
-of rank 0 alone. A note that needs all ranks travels up when all ranks of a subtree have said it.
+A node has no clock, no socket and no thread. The caller (`membership/control_tree.py`) calls one
+method of the node for each event, and carries out the actions that the method returns. The
+protocol has four parts:
 
-*Losses.* A neighbour is lost if its process has ended, if its connection stays closed for
-`GRACE_SECONDS`, if it has no heartbeat (`heartbeat.py`), or if it keeps sending bad frames. Where
-the connection alone is dead, each end reports the other one. All ranks that are still connected
-pass a report on.
+*Agreements.* An agreement is a decision of rank 0 that reaches all ranks. There are two kinds:
 
-*Links.* A `TreeLink` (`link.py`) keeps each message until the neighbour has acknowledged it, and
-returns the frames to send now: none while the connection is closed, or after the link has ended. A
-new connection sends the kept messages again.
+- Each rank *joins* the agreement with a set of strings, its *words*. A node waits until all ranks
+  of its subtree have joined, and sends the union of their words to its parent. Rank 0 decides when
+  it has the words of all ranks. Its decision is the *answer*, which travels down to all ranks.
+- Rank 0 *announces* its answer without waiting for any words.
+
+Agreements have the numbers 1, 2, ... All ranks make the same agreements in the same order, and use
+the same kind for the agreement of one number. Otherwise the messages count as bad frames.
+
+*Notes.* A note is a text with a topic, which any rank may send to all ranks at any time. A note
+travels up to rank 0, and from there down to all ranks. If several ranks send a note with the same
+topic, rank 0 takes the first text and drops the others. Messages stay in order on each connection.
+So if a rank sends a note and then joins an agreement, all ranks get the note before the answer. An
+announcement waits for no rank, so only the notes of rank 0 are sure to arrive before it. There is
+also a note that reaches the ranks only after every rank has sent it (`send_note_with_all`).
+
+*Losses.* A neighbour is lost if its process has ended, if it has no connection for
+`GRACE_SECONDS`, if it does not answer pings (`heartbeat.py`), or if it keeps sending bad frames.
+This rank then reports the loss to its other neighbours, and they pass the report on. If only the
+network between two neighbours is broken, each of them reports the other one as lost.
+
+*Links.* For each neighbour there is a `TreeLink` (`link.py`). It numbers the messages to the
+neighbour, and keeps each one until the neighbour has acknowledged it. A new connection sends the
+kept messages again. So no message is lost when a connection breaks.
 """
 
 from __future__ import annotations
@@ -46,6 +61,8 @@ from titan_ft.protocol.control.message import (
 )
 from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
 
+# Actions. The first four are orders to the caller, the others are news for the caller.
+
 
 @dataclass(frozen=True, slots=True)
 class Connect:
@@ -64,20 +81,18 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the connection to this rank, or the attempt to make one, if there is one.
-
-    The caller does not report this end with `disconnected`.
-    """
+    """Close the connection to this rank, or end the attempt to make one. Do not call `disconnected`
+    for it."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """On rank 0: all ranks have joined this agreement. Call `decide`.
+    """Call `decide` for this agreement, because all ranks have joined it. Only on rank 0.
 
     Attributes:
-        words: of all ranks; None = they are too long together for a message.
+        words: union of the words of all ranks; None = the union is too long for a message.
     """
 
     number: int
@@ -86,27 +101,28 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """This agreement has this answer."""
+    """Rank 0 has answered this agreement."""
 
     number: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Hear:
-    """A rank has said this. Each topic is heard once, with the same text on all ranks."""
+class HeardNote:
+    """A note has arrived. Each topic arrives once, with the same text on all ranks."""
 
     topic: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Lose:
-    """This rank is lost. Each rank is lost once.
+class LostRank:
+    """A rank of the group is lost. There is one such action for each lost rank.
 
     Attributes:
-        host: of this rank, for people; empty = not known.
-        silent_seconds: without a heartbeat of this rank; 0 = it is lost for another reason.
+        rank: the lost rank.
+        host: name of its host, for people; empty = not known.
+        silent_seconds: time without a heartbeat of this rank; 0 = it is lost for another reason.
     """
 
     rank: int
@@ -116,34 +132,41 @@ class Lose:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """This rank may exit: each neighbour has left and has acknowledged this rank's `LeaveMessage`,
-    or is lost."""
+class MayExit:
+    """This rank may exit after `leave`: no neighbour needs it any more.
+
+    A neighbour needs this rank until the neighbour has left as well and has acknowledged all
+    messages of this rank, or until the neighbour is lost.
+    """
 
 
 MAX_TOPICS = 1024
-"""Topics of notes that a rank remembers. An older topic, said again, would be a new note."""
+"""Number of topics that a rank remembers, so that memory stays bounded. If a rank sends a note with
+a forgotten topic again, all ranks get that note a second time."""
 
 
-def drop_oldest(by_topic: dict[str, Any]) -> None:
-    """Forget the oldest topic if there are too many."""
+def drop_oldest_topic(by_topic: dict[str, Any]) -> None:
+    """Remove the oldest topic if there are more than `MAX_TOPICS`."""
     if len(by_topic) > MAX_TOPICS:
         del by_topic[next(iter(by_topic))]
 
 
-Action = Connect | Send | Close | Decide | Answer | Hear | Lose | Left
+Action = Connect | Send | Close | Decide | Answer | HeardNote | LostRank | MayExit
 
 
 class Node:
     """One rank of the control tree.
 
-    `membership/control_tree.py` calls it, from the tree's own thread and from the rank's threads.
-    Not thread-safe: the caller holds one lock around each event. An event returns its actions, to
-    be carried out in this order. After each event the caller reads `next_tick`, and calls `tick` at
-    that time. An event that raises changes nothing.
+    `ControlTree` and `ControlSockets` call the node, from the tree's own thread and from the rank's
+    threads. The node is not thread-safe: the caller holds one lock during each call.
+
+    Each method below is an *event*, and returns the actions that the caller must carry out, in this
+    order. After each event the caller reads `next_tick`, and calls `tick` at that time. If an event
+    raises, it has changed nothing.
 
     Args of the events:
-        now: seconds of any monotonic clock. All events take it, so that callers treat them alike.
+        now: the time in seconds, by any monotonic clock. All events have this argument, also those
+            that do not need it, so that the caller can call all of them in the same way.
         peer: rank of a neighbour.
     """
 
@@ -156,27 +179,29 @@ class Node:
         if self._parent is not None:
             self._links[self._parent] = TreeLink(self._parent, dials=True)
         self._actions: list[Action] = []
-        # Topics of the last notes that this node has passed on, up or down.
-        self._topics: dict[str, None] = {}
-        # For each note that needs all ranks: this rank and the children that have not said it yet.
-        self._shares: dict[str, set[int]] = {}
+        # Topics of the last notes that this node has passed on, up or down, the oldest first.
+        self._passed_topics: dict[str, None] = {}
+        # For each topic of `send_note_with_all`: this rank and those of its children from whose
+        # subtrees the note is still missing.
+        self._missing_shares: dict[str, set[int]] = {}
         self._lost: set[int] = set()
         self._leave_requested = False
-        self._may_end = False
-        self._number = 0  # of the agreement under way: `_start_agreement` makes it 1
+        self._may_exit = False
+        self._number = 0  # number of the agreement under way; `_start_agreement` increases it
         self._start_agreement()
 
     @property
     def next_tick(self) -> float:
         """Time of the next call of `tick`; math.inf = none is needed.
 
-        A link's grace begins when a connection ends. So a child that has never connected is not
-        lost.
+        A tick is needed at two times: when a neighbour has had no connection for too long, and when
+        this rank should dial its parent again. A child that has never connected does not count as
+        lost, because the first of these times is counted from the end of a connection.
         """
         next_tick = math.inf
         for link in self._links.values():
-            # A connected link waits for no time. This is read twice in each turn of the loop: with
-            # a time for each of 17 links it took a fifth of a rank's CPU.
+            # Skip connected links, which need no tick. The tree's thread reads `next_tick` twice
+            # each time it wakes up. Without this test, 17 links took a fifth of a rank's CPU time.
             if not link.connected:
                 next_tick = min(next_tick, link.grace_end, link.next_dial)
         return next_tick
@@ -195,7 +220,7 @@ class Node:
         return self.tick(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Give up the neighbours whose grace is over, and dial the ones that are due."""
+        """Give up neighbours that had no connection for too long. Dial the parent if it is time."""
         for link in self._links.values():
             if now >= link.grace_end:
                 connection = f"its connection to rank {self._rank}"
@@ -207,26 +232,27 @@ class Node:
         return self._finish_event()
 
     def connected(self, peer: int, now: float, host: str = "") -> list[Action]:
-        """Use a new connection from now on. The caller reads no more frames of an earlier one.
+        """A connection to a neighbour was made. Use it for all frames from now on.
 
-        A child may see the end of its connection and make a new one, while its parent still
-        believes in the earlier one.
+        There may still be an earlier connection: a child may notice the end of a connection before
+        its parent does. The caller reads no more frames of the earlier connection.
 
         Args:
-            host: of the peer, for people; named if the peer is lost.
+            host: name of the peer's host, for the report if the peer is lost.
         """
         link = self._links.get(peer)
         if link is None or link.ended:
+            # Not a neighbour, or one that this rank has reported as lost.
             return [Close(peer)]
         self._send_frames(link, link.resume(host))
         return self._finish_event()
 
     def disconnected(self, peer: int, now: float, has_ended: bool = False) -> list[Action]:
-        """A connection ended, or an attempt to connect failed.
+        """A connection has ended, or an attempt to connect has failed.
 
         Args:
-            has_ended: the peer's process does not exist any more, so the grace would only delay
-                the report. The caller may find that out later, and then calls a second time.
+            has_ended: the peer's process has ended. It cannot connect again, so the peer is lost
+                at once. If the caller learns this only later, it calls this method a second time.
         """
         link = self._links.get(peer)
         if link is None or link.ended:
@@ -237,45 +263,47 @@ class Node:
             link.disconnect(now)
         return self._finish_event()
 
-    def fall_silent(self, peer: int, seconds: float, now: float) -> list[Action]:
-        """A neighbour has had no heartbeat for some seconds, though its connection is there."""
+    def report_silence(self, peer: int, seconds: float, now: float) -> list[Action]:
+        """A neighbour has not answered pings for some seconds, although it is connected."""
         link = self._links.get(peer)
         if link is None or link.ended:
             return []
-        # After the leave message of either end, the silence is no loss.
+        # After a leave message of either rank, the peer may be silent because it exits.
         if link.peer_left or self._leave_requested:
             return []
         self._give_up(link, f"no heartbeat for {seconds:.1f} s", seconds)
         return self._finish_event()
 
     def receive(self, peer: int, frame: bytes, now: float) -> list[Action]:
-        """Take a frame. A bad frame is not applied, and closes the connection.
+        """A frame has arrived from a neighbour.
 
-        Several bad frames in a row lose the peer.
+        A bad frame closes the connection and has no other effect. After several bad frames in a row
+        the peer is lost.
         """
         link = self._links.get(peer)
         if link is None or not link.connected:
             return []
+        new_message: Message | None = None
         try:
             decoded = decode(frame)
-            message = None
             if link.is_new(decoded):
-                message = decoded.message
-            if message is not None:
-                self._check(peer, message)
+                new_message = decoded.message
+            if new_message is not None:
+                self._check(peer, new_message)
         except ValueError as error:
             self._reject(link, error, now)
             return self._finish_event()
-        link.accept(decoded)  # a frame whose message is known already acknowledges messages, too
-        if message is not None:
-            self._take(peer, message)
+        # Accept also a frame without a new message, because it acknowledges messages of this rank.
+        link.accept(decoded)
+        if new_message is not None:
+            self._apply(peer, new_message)
         self._send_frames(link, link.acknowledge())
         return self._finish_event()
 
     # Events of the rank's own threads
 
     def join(self, number: int, words: Iterable[str], now: float) -> list[Action]:
-        """Give this rank's words for agreement `number`: 1, 2, ... in this order.
+        """Join agreement `number` with this rank's words.
 
         Raises:
             ValueError: another agreement is under way, or the words are too long.
@@ -289,7 +317,8 @@ class Node:
         """Answer agreement `number`, on rank 0.
 
         Raises:
-            ValueError: this agreement is not to be decided here and now, or the answer is too long.
+            ValueError: the agreement has another number, not all ranks have joined it, this is not
+                rank 0, or the answer is too long.
         """
         message = AnswerMessage(number, answer)
         check_length(message)
@@ -298,10 +327,11 @@ class Node:
         return self._finish_event()
 
     def announce(self, number: int, answer: str, now: float) -> list[Action]:
-        """Answer agreement `number` without the words of the ranks, on rank 0.
+        """Answer agreement `number` without waiting for any words, on rank 0.
 
         Raises:
-            ValueError: another agreement is under way, or the answer is too long.
+            ValueError: another agreement is under way, this is not rank 0, or the answer is too
+                long.
         """
         message = AnswerMessage(number, answer, announced=True)
         check_length(message)
@@ -309,8 +339,8 @@ class Node:
         self._pass_answer_down(message)
         return self._finish_event()
 
-    def say(self, topic: str, text: str, now: float) -> list[Action]:
-        """Say something to all ranks. Of several texts for one topic, rank 0 takes the first one.
+    def send_note(self, topic: str, text: str, now: float) -> list[Action]:
+        """Send a note to all ranks. If several ranks send one topic, rank 0 takes the first text.
 
         Raises:
             ValueError: the text is too long.
@@ -320,8 +350,8 @@ class Node:
         self._pass_note_up(note)
         return self._finish_event()
 
-    def say_with_all(self, topic: str, now: float) -> list[Action]:
-        """Say a note that all ranks hear once each of them has said it.
+    def send_note_with_all(self, topic: str, now: float) -> list[Action]:
+        """Send a note that reaches all ranks after every rank has sent it.
 
         Raises:
             ValueError: the topic is too long.
@@ -331,14 +361,20 @@ class Node:
         return self._finish_event()
 
     def leave(self, now: float) -> list[Action]:
-        """Announce the end of this rank. The node still passes messages on until `Left`."""
+        """Tell the neighbours that this rank leaves, so that its end does not count as a loss.
+
+        The node still passes messages on, until it returns `MayExit`.
+        """
         self._leave_requested = True
         for link in self._links.values():
             self._send(link, LeaveMessage())
         return self._finish_event()
 
     def end(self, now: float) -> list[Action]:
-        """End this rank after `leave`, whether or not the neighbours have left."""
+        """Tell the neighbours that this rank exits now. Call this after `leave`.
+
+        It may be called without waiting for `MayExit`, if the neighbours take too long to leave.
+        """
         for link in self._links.values():
             self._send(link, EndMessage())
         return self._finish_event()
@@ -357,10 +393,10 @@ class Node:
             case EndMessage() if not self._links[peer].peer_left:
                 raise ValueError("an end without a message that the sender leaves")
             case LossMessage(rank) if rank >= self._num_ranks or rank == self._rank:
-                # A neighbour hears of a loss from others than the lost rank.
+                # A report cannot reach the lost rank: the tree has no other path to it.
                 raise ValueError(f"rank {rank} is lost: that is this rank, or none of the group")
 
-    def _take(self, peer: int, message: Message) -> None:
+    def _apply(self, peer: int, message: Message) -> None:
         match message:
             case WordsMessage():
                 self._add_words(peer, message)
@@ -373,7 +409,7 @@ class Node:
             case ShareMessage(topic):
                 self._add_share(peer, topic)
             case LossMessage():
-                self._lose(message)
+                self._report_loss(message)
             case LeaveMessage():
                 self._links[peer].peer_left = True
             case EndMessage():
@@ -383,9 +419,10 @@ class Node:
 
     def _start_agreement(self) -> None:
         self._number += 1
-        self._words: frozenset[str] = frozenset()
+        self._words: frozenset[str] = frozenset()  # union of the words that have arrived
         self._words_too_long = False
-        self._missing = {self._rank, *self._children}  # they have not given words yet
+        # This rank and those of its children whose words have not arrived yet.
+        self._missing = {self._rank, *self._children}
 
     def _check_words(self, rank: int, message: WordsMessage) -> None:
         number = message.number
@@ -403,7 +440,8 @@ class Node:
         self._missing.remove(rank)
         if self._missing:
             return
-        # No sender is to blame if the union alone is too long. Rank 0 reports it.
+        # Each sender has checked the length of its words, but the union may be too long. Then only
+        # that fact travels up, and rank 0 reports it.
         union = WordsMessage(self._number, self._words)
         if self._words_too_long or not fits(union):
             union = WordsMessage(self._number, frozenset(), too_long=True)
@@ -415,15 +453,20 @@ class Node:
             self._actions.append(Decide(self._number, union.words))
 
     def _check_answer(self, sender: int | None, message: AnswerMessage) -> None:
-        """Raise a ValueError for an answer that is not due. The sender is None on rank 0."""
+        """Raise a ValueError if no such answer is possible now.
+
+        Args:
+            sender: rank that sent the answer; None = this rank, which must be rank 0.
+        """
         number = message.number
+        num_missing = len(self._missing)
         if message.announced:
-            # Nobody has joined.
-            is_due = len(self._missing) == len(self._children) + 1
+            # No rank joins an agreement that rank 0 announces.
+            is_expected = num_missing == 1 + len(self._children)
         else:
-            # All ranks of the subtree have joined.
-            is_due = not self._missing
-        if sender != self._parent or number != self._number or not is_due:
+            # Rank 0 decides after all ranks have joined.
+            is_expected = num_missing == 0
+        if sender != self._parent or number != self._number or not is_expected:
             under_way = f"agreement {self._number} is under way"
             raise ValueError(f"an answer of agreement {number} that is not due: {under_way}")
 
@@ -435,8 +478,11 @@ class Node:
     # Notes
 
     def _pass_note_up(self, note: NoteMessage) -> None:
-        """Pass the first note of a topic up. Rank 0 would drop the next ones."""
-        if note.topic in self._topics:
+        """Pass a note up, unless a note of this topic was passed on before.
+
+        Rank 0 takes only the first note of a topic.
+        """
+        if note.topic in self._passed_topics:
             return
         if self._parent is None:
             self._pass_note_down(note)
@@ -447,19 +493,24 @@ class Node:
     def _pass_note_down(self, note: NoteMessage) -> None:
         self._remember(note.topic)
         self._send_down(note)
-        self._actions.append(Hear(note.topic, note.text))
+        self._actions.append(HeardNote(note.topic, note.text))
 
     def _remember(self, topic: str) -> None:
-        self._topics[topic] = None
-        drop_oldest(self._topics)
+        self._passed_topics[topic] = None
+        drop_oldest_topic(self._passed_topics)
 
     def _add_share(self, rank: int, topic: str) -> None:
-        missing = self._shares.setdefault(topic, {self._rank, *self._children})
+        """Record that all ranks in the subtree of this child have sent the note `topic`.
+
+        Args:
+            rank: the child; or this rank, for its own note.
+        """
+        missing = self._missing_shares.setdefault(topic, {self._rank, *self._children})
         missing.discard(rank)
-        drop_oldest(self._shares)  # some ranks may never say a note
+        drop_oldest_topic(self._missing_shares)  # Some rank may never send the note.
         if missing:
             return
-        self._shares.pop(topic, None)
+        self._missing_shares.pop(topic, None)
         if self._parent is None:
             self._pass_note_up(NoteMessage(topic, ""))
         else:
@@ -468,7 +519,10 @@ class Node:
     # Losses
 
     def _reject(self, link: TreeLink, error: ValueError, now: float) -> None:
-        """Close the connection after a bad frame. The next one may bring the message intact."""
+        """Close the connection after a bad frame.
+
+        The peer sends the message again on the next connection, perhaps intact.
+        """
         link.count_bad_frame()
         if link.has_too_many_bad_frames:
             self._give_up(link, f"it sends bad frames: {error}")
@@ -477,20 +531,22 @@ class Node:
         self._actions.append(Close(link.peer))
 
     def _give_up(self, link: TreeLink, reason: str, silent_seconds: float = 0.0) -> None:
+        """End the link to a neighbour for good. Report a loss, unless the neighbour has left."""
         link.end()
         self._actions.append(Close(link.peer))
         if not link.peer_left:
-            self._lose(LossMessage(link.peer, reason, link.host, silent_seconds))
+            self._report_loss(LossMessage(link.peer, reason, link.host, silent_seconds))
 
-    def _lose(self, loss: LossMessage) -> None:
-        """Report a loss once, here and to all neighbours.
+    def _report_loss(self, loss: LossMessage) -> None:
+        """Report a loss, once, to the caller and to all neighbours.
 
-        A loss does not travel by way of rank 0 like a note: the way there may be lost.
+        A loss does not travel to rank 0 first, as a note does: the lost rank may be on the path to
+        rank 0.
         """
         if loss.rank in self._lost:
             return
         self._lost.add(loss.rank)
-        self._actions.append(Lose(loss.rank, loss.reason, loss.host, loss.silent_seconds))
+        self._actions.append(LostRank(loss.rank, loss.reason, loss.host, loss.silent_seconds))
         for link in self._links.values():
             self._send(link, loss)
 
@@ -512,22 +568,21 @@ class Node:
             self._actions.append(Send(link.peer, frame))
 
     def _finish_event(self) -> list[Action]:
-        if self._leave_requested and not self._may_end:
-            self._report_end_if_done()
+        if self._leave_requested and not self._may_exit:
+            self._check_may_exit()
         actions = self._actions
         self._actions = []
         return actions
 
-    def _report_end_if_done(self) -> None:
+    def _check_may_exit(self) -> None:
         for link in self._links.values():
-            if not self._is_over(link):
+            if not self._needs_this_rank_no_more(link):
                 return
-        self._may_end = True
-        self._actions.append(Left())
+        self._may_exit = True
+        self._actions.append(MayExit())
 
     @staticmethod
-    def _is_over(link: TreeLink) -> bool:
-        """Return True if the neighbour no longer needs this rank."""
+    def _needs_this_rank_no_more(link: TreeLink) -> bool:
         if link.ended:
             return True
         return link.peer_left and link.num_kept == 0

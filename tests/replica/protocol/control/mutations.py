@@ -31,7 +31,7 @@ from titan_ft.protocol.control.message import (
     ShareMessage,
     WordsMessage,
 )
-from titan_ft.protocol.control.node import Hear, Node
+from titan_ft.protocol.control.node import HeardNote, Node
 
 SCHEDULES = 1000
 """Within so many schedules the exploration must find a mutation."""
@@ -485,10 +485,10 @@ def each_rank_answers(patch: Patch) -> None:
 def speaker_hears_at_once(patch: Patch) -> None:
     """A rank hears its own note before rank 0 does."""
 
-    def say(former: Callable[..., Any], self: Node, topic: str, text: str, now: float) -> Any:
-        return [*former(self, topic, text, now), Hear(topic, text)]
+    def send_note(former: Callable[..., Any], self: Node, topic: str, text: str, now: float) -> Any:
+        return [*former(self, topic, text, now), HeardNote(topic, text)]
 
-    around(patch, Node, "say", say)
+    around(patch, Node, "send_note", send_note)
 
 
 @mutation
@@ -502,13 +502,13 @@ def notes_after_the_words(patch: Patch) -> None:
             self._pass_note_up(note)
         return actions + self._finish_event()
 
-    def say(former: Callable[..., Any], self: Node, topic: str, text: str, now: float) -> Any:
+    def send_note(former: Callable[..., Any], self: Node, topic: str, text: str, now: float) -> Any:
         waiting = getattr(self, "_waiting", [])
         self._waiting = [*waiting, NoteMessage(topic, text)]  # type: ignore[attr-defined]
         return []
 
     around(patch, Node, "join", join)
-    around(patch, Node, "say", say)
+    around(patch, Node, "send_note", send_note)
 
 
 @mutation
@@ -516,7 +516,7 @@ def every_text_heard(patch: Patch) -> None:
     """Rank 0 passes on each text of a topic."""
 
     def raise_note(former: Callable[..., None], self: Node, note: NoteMessage) -> None:
-        self._topics.pop(note.topic, None)
+        self._passed_topics.pop(note.topic, None)
         former(self, note)
 
     around(patch, Node, "_pass_note_up", raise_note)
@@ -527,7 +527,7 @@ def note_stays_in_its_subtree(patch: Patch) -> None:
     """A node with children passes its subtree's notes down, and not up."""
 
     def raise_note(former: Callable[..., None], self: Node, note: NoteMessage) -> None:
-        if self._children and note.topic not in self._topics:
+        if self._children and note.topic not in self._passed_topics:
             self._pass_note_down(note)
         else:
             former(self, note)
@@ -540,7 +540,7 @@ def speaker_is_not_answered(patch: Patch) -> None:
     """A node that has said something does not pass down the text that rank 0 took."""
 
     def pass_down(former: Callable[..., None], self: Node, note: NoteMessage) -> None:
-        if self._parent is None or note.topic not in self._topics:
+        if self._parent is None or note.topic not in self._passed_topics:
             former(self, note)
 
     around(patch, Node, "_pass_note_down", pass_down)
@@ -557,7 +557,7 @@ def loss_is_not_passed_on(patch: Patch) -> None:
         if loss.rank in self._links:
             former(self, loss)
 
-    around(patch, Node, "_lose", lose)
+    around(patch, Node, "_report_loss", lose)
 
 
 @mutation
@@ -577,7 +577,7 @@ def loss_travels_down_only(patch: Patch) -> None:
         else:
             former(self, loss)
 
-    around(patch, Node, "_lose", lose)
+    around(patch, Node, "_report_loss", lose)
 
 
 @mutation
@@ -587,13 +587,15 @@ def loss_is_a_note(patch: Patch) -> None:
     def lose(former: Callable[..., None], self: Node, loss: LossMessage) -> None:
         if loss.rank not in self._lost:
             self._lost.add(loss.rank)
-            self._actions.append(nodes.Lose(loss.rank, loss.reason, loss.host, loss.silent_seconds))
+            self._actions.append(
+                nodes.LostRank(loss.rank, loss.reason, loss.host, loss.silent_seconds)
+            )
             if self._parent is not None:
                 self._send(self._links[self._parent], loss)
             if self._parent is None:
                 self._send_down(loss)
 
-    around(patch, Node, "_lose", lose)
+    around(patch, Node, "_report_loss", lose)
 
 
 @mutation
@@ -604,7 +606,7 @@ def loss_comes_back(patch: Patch) -> None:
         self._lost.discard(loss.rank)
         former(self, loss)
 
-    around(patch, Node, "_lose", lose)
+    around(patch, Node, "_report_loss", lose)
 
 
 @mutation
@@ -612,7 +614,7 @@ def share_waits_for_nobody(patch: Patch) -> None:
     """One rank of a subtree is enough for a note that needs all ranks."""
 
     def add(former: Callable[..., None], self: Node, rank: int, topic: str) -> None:
-        self._shares[topic] = {rank}
+        self._missing_shares[topic] = {rank}
         former(self, rank, topic)
 
     around(patch, Node, "_add_share", add)
@@ -638,7 +640,7 @@ def end_is_not_announced(patch: Patch) -> None:
 @mutation
 def silence_is_ignored(patch: Patch) -> None:
     """A neighbour without a heartbeat is waited for."""
-    patch.setattr(Node, "fall_silent", lambda self, peer, seconds, now: [])
+    patch.setattr(Node, "report_silence", lambda self, peer, seconds, now: [])
 
 
 @mutation
@@ -648,7 +650,7 @@ def silence_is_not_passed_on(patch: Patch) -> None:
     def lose(former: Callable[..., None], self: Node, loss: LossMessage) -> None:
         former(self, LossMessage(loss.rank, loss.reason, loss.host))
 
-    around(patch, Node, "_lose", lose)
+    around(patch, Node, "_report_loss", lose)
 
 
 @mutation
@@ -678,20 +680,26 @@ def leaves_without_a_word(patch: Patch) -> None:
 @mutation
 def ends_before_its_children(patch: Patch) -> None:
     """A rank ends as soon as its neighbours know that it leaves."""
-    patch.setattr(Node, "_is_over", staticmethod(lambda link: link.ended or link.num_kept == 0))
+    patch.setattr(
+        Node,
+        "_needs_this_rank_no_more",
+        staticmethod(lambda link: link.ended or link.num_kept == 0),
+    )
 
 
 @mutation
 def ends_before_it_is_known(patch: Patch) -> None:
     """A rank ends while a neighbour may not know that it leaves."""
-    patch.setattr(Node, "_is_over", staticmethod(lambda link: link.ended or link.peer_left))
+    patch.setattr(
+        Node, "_needs_this_rank_no_more", staticmethod(lambda link: link.ended or link.peer_left)
+    )
 
 
 @mutation
 def never_ends(patch: Patch) -> None:
     """A rank that has lost a neighbour waits for it to leave."""
     is_over = staticmethod(lambda link: link.peer_left and link.num_kept == 0)
-    patch.setattr(Node, "_is_over", is_over)
+    patch.setattr(Node, "_needs_this_rank_no_more", is_over)
 
 
 def main() -> int:

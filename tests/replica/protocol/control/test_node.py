@@ -44,9 +44,9 @@ from titan_ft.protocol.control.node import (
     Close,
     Connect,
     Decide,
-    Hear,
-    Left,
-    Lose,
+    HeardNote,
+    LostRank,
+    MayExit,
     Node,
     Send,
 )
@@ -159,7 +159,7 @@ def test_an_agreement_costs_one_frame_up_and_one_down() -> None:
 def test_notes_are_acknowledged_though_nobody_answers() -> None:
     group = Group(3)
     for number in range(10 * ACKNOWLEDGE_EVERY):
-        group.act(0, group.nodes[0].say(f"topic {number}", "", 0.0))
+        group.act(0, group.nodes[0].send_note(f"topic {number}", "", 0.0))
     assert group.frames[1, 0] == 1 + 10
     assert group.nodes[0].num_kept == 0
 
@@ -167,8 +167,10 @@ def test_notes_are_acknowledged_though_nobody_answers() -> None:
 def test_the_first_text_of_a_topic_wins_on_all_ranks() -> None:
     group = Group(7)
     for rank in (5, 0, 6):
-        group.act(rank, group.nodes[rank].say("who", f"rank {rank}", 0.0))
-    assert sorted(group.take(Hear)) == [(rank, Hear("who", "rank 5")) for rank in range(7)]
+        group.act(rank, group.nodes[rank].send_note("who", f"rank {rank}", 0.0))
+    assert sorted(group.take(HeardNote)) == [
+        (rank, HeardNote("who", "rank 5")) for rank in range(7)
+    ]
 
 
 def test_one_note_of_a_topic_travels_up() -> None:
@@ -176,7 +178,7 @@ def test_one_note_of_a_topic_travels_up() -> None:
     node = Node(1, 4, fan_out=2)
     node.connected(0, 0.0)
     node.connected(3, 0.0)
-    assert len(node.say("broken", "here", 0.0)) == 1
+    assert len(node.send_note("broken", "here", 0.0)) == 1
     assert node.receive(3, encode(Frame(1, 0, NoteMessage("broken", "there"))), 0.0) == []
 
 
@@ -184,23 +186,23 @@ def test_the_end_in_order_is_announced_once() -> None:
     group = Group(7)
     for rank, node in enumerate(group.nodes):
         group.act(rank, node.leave(0.0))
-    assert sorted(rank for rank, _ in group.take(Left)) == list(range(7))
+    assert sorted(rank for rank, _ in group.take(MayExit)) == list(range(7))
     for rank in range(7):
         parent = find_parent(rank, 2)
         if parent is not None:
             group.act(rank, group.nodes[rank].disconnected(parent, 1.0))
             group.act(rank, group.nodes[rank].tick(1.0 + GRACE_SECONDS))
-    assert group.take(Left) == group.take(Lose) == []
+    assert group.take(MayExit) == group.take(LostRank) == []
 
 
 def test_a_group_of_one_rank_needs_no_link() -> None:
     group = Group(1)
-    group.act(0, group.nodes[0].say("topic", "text", 0.0))
+    group.act(0, group.nodes[0].send_note("topic", "text", 0.0))
     group.agree(1)
     group.act(0, group.nodes[0].leave(0.0))
     decide, answer = Decide(1, frozenset("0")), Answer(1, "answer 1")
     actions = [action for _, action in group.actions]
-    assert actions == [Hear("topic", "text"), decide, answer, Left()]
+    assert actions == [HeardNote("topic", "text"), decide, answer, MayExit()]
     assert group.nodes[0].next_tick == math.inf
 
 
@@ -213,7 +215,7 @@ def test_misuse_raises_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="shorten"):
         root.join(1, [too_long], 0.0)
     with pytest.raises(ValueError, match="shorten"):
-        root.say("topic", too_long, 0.0)
+        root.send_note("topic", too_long, 0.0)
     with pytest.raises(ValueError, match="not due"):
         root.decide(1, "early", 0.0)
     with pytest.raises(ValueError, match="shorten"):
@@ -233,7 +235,7 @@ def test_a_parent_that_does_not_come_back_is_lost() -> None:
     """The child tries again and again, at the times that the node gives."""
     node = Node(1, 3)
     assert node.start(5.0) == [Connect(0)]
-    assert node.say("before", "", 5.0) == []
+    assert node.send_note("before", "", 5.0) == []
     now, dials = 5.0, 0
     while True:
         node.disconnected(0, now)
@@ -242,12 +244,12 @@ def test_a_parent_that_does_not_come_back_is_lost() -> None:
         if actions != [Connect(0)]:
             break
         dials += 1
-    assert [type(action) for action in actions] == [Close, Lose]
+    assert [type(action) for action in actions] == [Close, LostRank]
     assert now == 5.0 + START_SECONDS
     assert dials == pytest.approx(START_SECONDS / RETRY_SECONDS, abs=1)
     assert node.next_tick == math.inf
     assert node.connected(0, now) == [Close(0)]
-    assert node.say("after", "", now) == []
+    assert node.send_note("after", "", now) == []
     assert node.num_kept == 0, "nothing is kept for a neighbour that does not come back"
 
 
@@ -261,7 +263,7 @@ def test_a_bad_frame_closes_the_connection(make: Callable[[bytes], bytes]) -> No
         assert group.nodes[0].receive(1, good, 1.0) == [], "the connection is closed"
         group.act(0, group.nodes[0].connected(1, 1.0))
     lost, passed_on = group.nodes[0].receive(1, make(good), 1.0)[1:]
-    assert isinstance(lost, Lose)
+    assert isinstance(lost, LostRank)
     assert "sends bad frames" in lost.reason
     assert isinstance(passed_on, Send)
     assert passed_on.peer == 2
@@ -275,7 +277,7 @@ def test_bad_frames_between_good_ones_cost_no_rank() -> None:
     for number in range(1, 3 * MAX_BAD_FRAMES):
         node.connected(1, 0.0)
         note = Frame(number, 0, NoteMessage(str(number), ""))
-        assert Hear(str(number), "") in node.receive(1, encode(note), 0.0)
+        assert HeardNote(str(number), "") in node.receive(1, encode(note), 0.0)
         too_early = encode(Frame(number + 2, 0, NoteMessage("too early", "")))
         for _ in range(MAX_BAD_FRAMES - 1):
             assert node.receive(1, too_early, 0.0) == [Close(1)]
@@ -313,7 +315,7 @@ def test_a_process_that_has_ended_is_lost_at_once() -> None:
     node.connected(0, 0.0, "node-7")
     assert node.disconnected(0, 1.0) == []
     assert node.tick(1.0) == [Connect(0)]
-    lost = Lose(0, "its process has ended", "node-7")
+    lost = LostRank(0, "its process has ended", "node-7")
     assert node.disconnected(0, 1.02, has_ended=True) == [Close(0), lost]
     assert node.disconnected(0, 1.04, has_ended=True) == []
 
@@ -345,12 +347,12 @@ def test_notes_take_a_bounded_room() -> None:
     """An attempt lasts for weeks, and each break of an exchange is a note."""
     group = Group(3)
     for number in range(nodes.MAX_TOPICS + 10):
-        group.act(1, group.nodes[1].say(str(number), "", 0.0))
-        group.act(1, group.nodes[1].say_with_all(f"shared {number}", 0.0))
-    assert [len(node._topics) for node in group.nodes] == [nodes.MAX_TOPICS] * 3
-    assert max(len(node._shares) for node in group.nodes) <= nodes.MAX_TOPICS
+        group.act(1, group.nodes[1].send_note(str(number), "", 0.0))
+        group.act(1, group.nodes[1].send_note_with_all(f"shared {number}", 0.0))
+    assert [len(node._passed_topics) for node in group.nodes] == [nodes.MAX_TOPICS] * 3
+    assert max(len(node._missing_shares) for node in group.nodes) <= nodes.MAX_TOPICS
     group.actions.clear()
-    group.act(2, group.nodes[2].say(str(nodes.MAX_TOPICS), "again", 0.0))
+    group.act(2, group.nodes[2].send_note(str(nodes.MAX_TOPICS), "again", 0.0))
     assert group.actions == [], "a recent topic is known"
 
 
@@ -358,9 +360,9 @@ def test_a_note_that_needs_all_ranks_costs_one_message_on_each_link() -> None:
     group = Group(7)
     group.frames.clear()
     for rank, node in enumerate(group.nodes):
-        assert group.take(Hear) == []
-        group.act(rank, node.say_with_all("hurry", 0.0))
-    assert {rank for rank, _ in group.take(Hear)} == set(range(7))
+        assert group.take(HeardNote) == []
+        group.act(rank, node.send_note_with_all("hurry", 0.0))
+    assert {rank for rank, _ in group.take(HeardNote)} == set(range(7))
     assert set(group.frames.values()) == {1}
 
 
@@ -394,8 +396,8 @@ def test_a_neighbour_that_did_not_wait_is_not_waited_for() -> None:
     ]
     actions = [action for frame in frames for action in child.receive(0, frame, 3.0)]
     assert actions[-1] == Close(0)
-    assert not any(isinstance(action, Lose) for action in actions)
-    assert child.leave(5.0) == [Left()]
+    assert not any(isinstance(action, LostRank) for action in actions)
+    assert child.leave(5.0) == [MayExit()]
 
 
 def test_a_stranger_is_sent_away() -> None:

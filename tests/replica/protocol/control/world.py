@@ -206,12 +206,12 @@ class World:
         host = self._hosts[rank]
         if not host.stopped:
             self.rules.on_say(rank, topic, str(rank))
-            self._act(host, host.node.say(topic, str(rank), self._clock(host)))
+            self._act(host, host.node.send_note(topic, str(rank), self._clock(host)))
 
     def _share(self, host: Host, topic: str) -> None:
         if not host.stopped:
             self.rules.on_share(host.rank, topic)
-            self._act(host, host.node.say_with_all(topic, self._clock(host)))
+            self._act(host, host.node.send_note_with_all(topic, self._clock(host)))
 
     def _decide(self, number: int) -> None:
         host = self._hosts[0]
@@ -271,12 +271,12 @@ class World:
                 case nodes.Answer(number, text):
                     self.rules.on_answer(host.rank, number, text)
                     self._plan_join(host, number + 1, self.now)
-                case nodes.Hear(topic, text):
+                case nodes.HeardNote(topic, text):
                     self.rules.on_hear(host.rank, topic, text)
-                case nodes.Lose(rank, _, name, silent_seconds):
+                case nodes.LostRank(rank, _, name, silent_seconds):
                     host.stopped = True
                     self.rules.on_lose(self.now, host.rank, rank, name, silent_seconds > 0)
-                case nodes.Left():
+                case nodes.MayExit():
                     self.rules.on_left(self.now, host.rank)
                     self._post(self.now, host, partial(self._end, host))
         self._plan_tick(host)
@@ -514,7 +514,7 @@ class World:
         parent = self._hosts[number]
         if parent.alive and self.now >= parent.frozen_until and host.rank in parent.current:
             self.rules.on_silent(parent.rank, host.rank)
-            silence = parent.node.fall_silent(host.rank, SILENT_SECONDS, self._clock(parent))
+            silence = parent.node.report_silence(host.rank, SILENT_SECONDS, self._clock(parent))
             self._act(parent, silence)
 
     def _thaw(self, host: Host) -> None:
