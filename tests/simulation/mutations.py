@@ -493,7 +493,7 @@ def own_vote_counts(patch: Patch) -> None:
         former(self, at, ok)
         return ok
 
-    around(patch, membership.Membership, "_agree_on", agree)
+    around(patch, membership.Membership, "_agree_on_outcome", agree)
 
 
 @mutation(kinds=("reset_own",), promises=("no state given up",))
@@ -774,9 +774,9 @@ def groups_in_round_not_awaited(patch: Patch) -> None:
     """A quorum without groups in the middle of a round is accepted, for example after a restart of
     the lighthouse.
     """
-    nothing = membership._Missing(membership._Lack.NOTHING, [])
+    nothing = membership._MissingGroups(membership._MissingKind.NOTHING, [])
     substitute(
-        patch, membership.Membership, "_look_for_others", lambda self, present, absent: nothing
+        patch, membership.Membership, "_find_missing_groups", lambda self, present, absent: nothing
     )
 
 

@@ -216,7 +216,7 @@ class Rank:
     @property
     def in_exchange(self) -> bool:
         """True if the rank's requested quorum has arrived, and no vote has used it yet."""
-        pending: Any = self._membership._pending
+        pending: Any = self._membership._requested_quorum
         return pending is not None and pending._done
 
     def gather(self, value: int) -> list[int]:

@@ -2,22 +2,32 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Membership: which groups take part in the next exchange, and whether the exchange worked.
 
-The *lighthouse* is torchft's server for all groups. Each group sends it heartbeats. A group that is
-ready for an exchange asks it for a *quorum*: the list of the groups that have asked. After the
-exchange, the ranks of each group *vote* whether it worked on all of them.
+An *exchange* is the all-reduce of gradients between the replica groups at the end of a step.
+Before each exchange the groups must agree on its members, because a group may have died or come
+back. After the exchange the ranks of a group must agree whether it worked, because a failure may
+have hit only some of them. The order of events in each step is:
 
-The engine uses this module only. The modules below it are:
+1. `request_quorum`: the group sends a request to the *lighthouse*, torchft's server for all groups.
+   The lighthouse answers when all groups that send heartbeats have asked, or after a timeout
+   (`join_timeout_ms`). Its answer is a *quorum*: the list of the groups that have asked.
+2. The quorum thread builds a process group with the other groups of the quorum, unless the last
+   quorum had the same members. `await_quorum` waits for this.
+3. The caller makes the exchange, within `watch_exchange`.
+4. `vote`: the ranks of the group agree whether the exchange worked on all of them.
+
+The engine uses this module. This module uses:
 
 - `Seat`: one group's connection to the lighthouse.
 - `Rendezvous`: builds the process group with the other groups of a quorum.
-- `Partition`: handles groups that cannot be reached.
+- `Partition`: handles groups that are alive, but cannot reach each other.
 - `Pulse`: looks for groups that fall silent during an exchange, on the lighthouse's status page.
+  The page lists the groups, and the time of each group's last heartbeat.
 
-The base is `torchft.coordination` (ManagerServer, ManagerClient), not `torchft.Manager`. The
-Manager couples the quorum to a heal of its own: it chooses a donor for each rank, fetches on the
-quorum thread, and treats a joiner as up to date after its first vote. It also swallows errors of
-the exchange. Here a group reports the step that it really holds, and the rows of the exchange
-decide about heals, equally for all ranks of a group.
+The lighthouse client is built on `torchft.coordination` (ManagerServer, ManagerClient), and not on
+`torchft.Manager`. The Manager couples the quorum to a heal of its own: it chooses a donor for each
+rank, fetches on the quorum thread, and treats a joiner as up to date after its first vote. It also
+swallows errors of the exchange. Here a group reports the step that it really holds. Facts that the
+groups send in the exchange decide about heals, equally for all ranks of a group.
 
 See docs/membership.md.
 """
@@ -48,6 +58,7 @@ from titan_ft.membership.partition import Partition
 from titan_ft.membership.pulse import (
     CLOSEST,
     SILENT_BEATS,
+    GroupAges,
     LighthouseStatus,
     Pulse,
     StatusPage,
@@ -74,63 +85,63 @@ logger = logging.getLogger(__name__)
 
 VOTE_SECONDS = 60.0
 """Limit of a vote. The ranks of a group have just ended the same exchange, so they vote within
-milliseconds. A rank that hangs would make the other groups wait, and the limit ends its group."""
+milliseconds. If a rank hangs, the other groups wait for this group, until this limit ends it."""
 
-_REUNION_REQUESTS = 20
-"""Requests of a group to a lighthouse that was started again. Such a lighthouse knows no group, and
-forms a quorum of the first groups that ask. During these requests, all groups have time to send
-heartbeats again."""
-_REUNION_PAUSE_SECONDS = 0.1  # between two of these requests
+_MAX_REQUESTS_AFTER_RESTART = 20
+"""A restarted lighthouse knows no group, and forms a quorum of the first groups that ask. So a
+group repeats its request up to so many times, until all groups have sent heartbeats again."""
+_REPEAT_PAUSE_SECONDS = 0.1  # before each repeated request
 
-_MOVE_REQUESTS = 100
-"""Requests of a group to a lighthouse that has moved. Shared storage shows the move to some groups
-seconds later than to others."""
+_MAX_REQUESTS_AFTER_MOVE = 100
+"""The same for a lighthouse that has moved to another address. The groups read its address from
+shared storage, and some of them see the new address seconds later than others."""
 
 _NUM_FREQUENT_READERS = 4
-"""While they wait in an exchange, the groups with the lowest slots read the lighthouse's page once
-in each heartbeat timeout. The others read it less often (`_watch_pulse`). So 1000 groups make about
-130 reads in a timeout."""
+"""So many groups, those with the lowest slots, read the lighthouse's page once in each heartbeat
+timeout during an exchange. The others read it less often (`_watch_pulse`). So 1000 groups make
+about 130 reads in a timeout."""
 
-# While a lone group computes, it looks for a joiner on the page. It pauses for the longer one of
-# these times.
+# A *lone* group is the only member of its quorum. While it computes, it looks for joiners on the
+# page. The pause between two looks is the longer one of these two times.
 _LONE_PAUSE_PER_TIMEOUT = 0.1  # share of a heartbeat timeout
 _LONE_PAUSE_PER_STEP = 0.02  # share of a step
 
 _CONNECTING_TIMES_IN_RESERVE = 2
-"""A lone group admits a joiner in the middle of a step only if the rest of the step is this many
-times as long as it last took to connect to other groups."""
+"""A lone group admits a joiner during a step only if the time that remains of the step is at least
+this many times the duration of its last connection to other groups."""
 
 # A *stranger* is a name at the lighthouse that belongs to no group of this job.
 _STRANGER_PAUSE_SECONDS = 600.0  # between two reports of strangers for the same reason
-_MAX_NAME_LETTERS = 500  # of a stranger's name in a report; the name may have four million
+_MAX_NAME_LETTERS = 500  # A report shows so much of a stranger's name, which may have megabytes.
 
 
-class _Lack(enum.StrEnum):
-    """Why a quorum lacks groups, according to the lighthouse's page."""
+class _MissingKind(enum.StrEnum):
+    """Whether a quorum lacks groups, according to the lighthouse's page."""
 
-    NOTHING = "nothing"  # it lacks none
-    # The page does not show an expected group, or cannot be read: the lighthouse may be new.
+    NOTHING = "nothing"  # The quorum lacks no group.
+    # The page does not show an expected group, or cannot be read. The lighthouse may have been
+    # restarted, and not know this group yet.
     UNKNOWN = "unknown"
-    # A group sends heartbeats, and has not asked yet: its semi-synchronous round may take long.
+    # A group sends heartbeats and has not asked yet. It may be in a long semi-synchronous round.
     LIVING = "living"
 
 
 @dataclass(frozen=True)
-class _Missing:
+class _MissingGroups:
     """The groups that a quorum lacks."""
 
-    lack: _Lack
+    kind: _MissingKind
     slots: list[int]
 
 
 @dataclass(frozen=True)
 class _LastQuorum:
-    """The lighthouse's last quorum.
+    """The last quorum that this group has accepted.
 
     Attributes:
         quorum_id: the lighthouse's number of the quorum.
-        names: names of all members, strangers included.
-        admission: the members of this group's job among them.
+        names: all names in the quorum, including those of strangers.
+        admission: the members of this group's job among these names.
     """
 
     quorum_id: int
@@ -140,12 +151,13 @@ class _LastQuorum:
 
 @dataclass(frozen=True)
 class _AcceptedQuorum:
-    """A quorum for which this group waits no longer.
+    """A quorum that lacks no group for which this group should wait.
 
     Attributes:
-        reply: the lighthouse's reply.
-        admission: the members of this group's job in it.
-        requested_at: monotonic time in seconds of the group's first request for it.
+        reply: the lighthouse's reply with the quorum.
+        admission: the members of this group's job in the quorum.
+        requested_at: monotonic time in seconds of the group's first request. Further requests may
+            have followed, because the quorum lacked groups.
     """
 
     reply: Reply
@@ -154,30 +166,30 @@ class _AcceptedQuorum:
 
 
 class Membership:
-    """One rank's part in quorums, exchanges and votes. Every rank of a group has one.
+    """One rank's end of quorums and votes. Every rank of a group has one.
 
     `training/links.py` creates it when the group is ready for its first quorum. From then on the
     group sends heartbeats, and the other groups wait for it. `Rounds` and `GradientExchange` call
-    it once for each exchange, in this order: `request_quorum`, `need_quorum`, `await_quorum`,
-    `vote`.
+    it for each exchange, in this order: `request_quorum`, `need_quorum`, `await_quorum`, `vote`.
 
     Threads: the training thread makes these calls, in the same order on every rank of the group.
-    The exchange's thread may call `await_quorum` as well. Methods whose docstring says "any thread"
-    may be called on any thread. The quorum thread asks the lighthouse and builds the process group
-    (`_find_quorum` and the methods after it). Watches run on threads of their own.
+    `Flight`'s thread, which makes the exchange, may call `await_quorum` as well. Methods whose
+    docstring says "any thread" may be called on any thread. The methods below "The quorum thread"
+    run on the quorum thread. Watches run on threads of their own.
 
     After a failed exchange, every rank votes, and then requests the next quorum. After
     `RankLostError` or `LighthouseError` no further quorum is possible.
 
     Args:
-        lighthouse: its address (see `LighthouseAddress`).
+        lighthouse: address of the lighthouse (see `LighthouseAddress`).
         host: numeric address at which other groups reach this rank.
         store: host and port of the group's TCPStore.
-        control: tree of the group's ranks.
+        control: control tree of the group's ranks, for agreements among them.
         config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
         token: the run's shared secret.
-        leave_requested: returns True if this rank has been asked to leave.
+        probe: tests whether groups can be reached.
+        leave_requested: returns True if this rank has got a leave request (SIGTERM).
         shape: further values that must be equal in all groups (see `titan_ft.protocol.shape`).
     """
 
@@ -208,8 +220,8 @@ class Membership:
         self._leave_requested = leave_requested
         self._heartbeat_timeout = config.heartbeat_timeout_ms / 1000
         self._strategy = strategy_of(config)
-        # Over this tree the ranks of the group agree about quorums (on the quorum thread) and about
-        # votes (on the training thread). The two never overlap.
+        # The ranks agree on quorums on the quorum thread, and on votes on the training thread. The
+        # two never overlap, so all ranks make the agreements of the tree in the same order.
         self._control = control
         lighthouse_address = LighthouseAddress(lighthouse, token)
 
@@ -228,7 +240,7 @@ class Membership:
         )
         store_address = join_address(host, store[1])
 
-        def make_first_name() -> Member:  # called on rank 0, whose host has the store
+        def make_first_name() -> Member:  # `Seat` calls this on rank 0, whose host has the store.
             return Member(
                 config.replica_id,
                 time.time(),
@@ -241,31 +253,32 @@ class Membership:
             )
 
         self._seat.enter(make_first_name)
-        self._thread = ThreadPoolExecutor(
-            1, "titan_ft_quorum", initializer=device.thread_initializer()
-        )
-        self._pending: Future[Quorum] | None = None  # the requested quorum; None after its vote
-        # Set while the group has nothing left to compute before the quorum.
-        self._is_needed = threading.Event()
-        self._requested_at = 0.0
-        # Time from the last `request_quorum(may_grow=True)` to its `need_quorum`; 0 = none yet.
+        self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.thread_initializer())
+        self._requested_quorum: Future[Quorum] | None = None  # None from `vote` to the next request
+        # Set when this group has nothing left to compute before it needs the requested quorum.
+        self._is_quorum_needed = threading.Event()
+        self._requested_at = 0.0  # monotonic time of the last `request_quorum`
+        # Duration of the last step, measured from `request_quorum(may_grow=True)` to `need_quorum`;
+        # 0 = not known yet.
         self._computing_seconds = 0.0
-        # Time that the last set-up of a process group with other groups took; infinite before it.
+        # Duration of the last set-up of a process group with other groups; infinite = not known.
         self._connecting_seconds = math.inf
         self._last_quorum = _LastQuorum(0, [], Admission(()))
-        # This group has been in a quorum with other groups, or has waited for those in `_donors`
-        # long enough.
-        self._has_met_others = False
-        self._donors: tuple[int, ...] = ()  # slots that offered the state which this group fetches
+        self._donors: tuple[int, ...] = ()  # see `remember_donors`
+        # True if a quorum may lack the groups in `_donors`: this group has been in a quorum with
+        # other groups, or has waited for the donors long enough.
+        self._need_not_await_donors = False
         self._last_reports: dict[str, float] = {}  # time of the last report of strangers, by reason
-        # The ranks of this index in the other groups of the last quorum, by slot.
+        # This rank's counterparts: the ranks with the same group rank in the other groups of the
+        # last quorum, by slot.
         self._counterparts: dict[int, Peer] = {}
         self._failures = 0  # failed votes in a row
         self._closed = False
         self._page = StatusPage(lighthouse_address)
-        # `Rendezvous.prefix` of the exchange that the pulse looked at last. An abort of that
-        # exchange must not hit the next one.
-        self._watched_prefix = ""
+        # `Rendezvous.prefix` of the exchange that the pulse looked at last. The pulse may call for
+        # an abort late, when the next exchange has begun. The prefix restricts the abort to this
+        # exchange.
+        self._watched_exchange = ""
         self._rendezvous = Rendezvous(
             process_group,
             timedelta(milliseconds=config.process_group_timeout_ms),
@@ -287,7 +300,7 @@ class Membership:
         )
         self._watches: list[Watch] = []
         if group_rank == 0:
-            # Rank 0 alone has this watch. Its abort reaches the other ranks over the control tree.
+            # Only rank 0 has this watch. Its abort reaches the other ranks over the control tree.
             self._watches.append(self._watch_pulse())
         self._watches.append(self._partition.watch(self._find_others))
 
@@ -298,7 +311,7 @@ class Membership:
 
     @property
     def process_group(self) -> Any:
-        """The process group with the members of the quorum."""
+        """The process group with the other groups of the quorum."""
         return self._rendezvous.process_group
 
     @property
@@ -310,66 +323,70 @@ class Membership:
         """Request the quorum of the next exchange. Returns at once.
 
         Args:
-            step: committed updates that this group holds.
-            may_grow: this group computes before it needs the quorum. If it is alone in the quorum,
-                a group that comes before `need_quorum` is admitted to it.
+            step: committed updates in this group's state.
+            may_grow: True if this group computes before it needs the quorum. If it is alone in the
+                quorum, another group that comes before `need_quorum` is admitted to it.
         """
-        assert self._pending is None, "a quorum is requested already, and vote() has not used it"
+        assert self._requested_quorum is None, (
+            "a quorum is requested already, and vote() has not used it"
+        )
         self._requested_at = time.monotonic()
-        self._is_needed.clear()
+        self._is_quorum_needed.clear()
         if not may_grow:
-            self._is_needed.set()
-        self._pending = self._thread.submit(self._find_quorum, step, self._failures)
+            self._is_quorum_needed.set()
+        self._requested_quorum = self._thread.submit(
+            self._request_and_connect, step, self._failures
+        )
 
     def need_quorum(self) -> None:
-        """Stop the growth of the requested quorum: this group has nothing left to compute."""
-        if not self._is_needed.is_set():
+        """Note that this group needs the requested quorum now, so the quorum must not grow."""
+        if not self._is_quorum_needed.is_set():
             self._computing_seconds = time.monotonic() - self._requested_at
-            self._is_needed.set()
+            self._is_quorum_needed.set()
 
     @property
     def quorum_requested(self) -> bool:
         """True from `request_quorum` until `vote`."""
-        return self._pending is not None
+        return self._requested_quorum is not None
 
     @property
     def quorum_ready(self) -> bool:
-        """True if `await_quorum` returns or raises at once."""
-        return self._pending is not None and self._pending.done()
+        """True if `await_quorum` would return or raise without waiting."""
+        return self._requested_quorum is not None and self._requested_quorum.done()
 
     def await_quorum_for(self, seconds: float) -> None:
         """Wait for the requested quorum for at most `seconds`. Without a request, sleep."""
-        if self._pending is None:
+        if self._requested_quorum is None:
             time.sleep(seconds)
             return
         with contextlib.suppress(TimeoutError):
-            self._pending.exception(seconds)  # only waits: `await_quorum` raises an error
+            self._requested_quorum.exception(seconds)  # Waits, and leaves errors to `await_quorum`.
 
     def await_quorum(self) -> Quorum:
         """Wait for the requested quorum, and return it.
 
-        If this group cannot reach all of the others, the wait lasts until it can, or until those
-        groups are gone.
+        If this group cannot reach some of the other groups and is left out for that, the wait lasts
+        until it can reach them, or until those groups are gone.
 
         Raises:
             LighthouseError: the lighthouse did not answer for `seat.PROBE_SECONDS`.
-            Leaving: the group has been asked to leave, and cannot reach the others anyway.
+            Leaving: this group has a leave request, and is left out of the quorum.
             RankLostError: a rank of this group is lost.
             ReplacedError, ConfigMismatchError, ForeignMemberError, UnknownTokenError: see
                 `protocol.member.admit`.
         """
-        assert self._pending is not None, "request_quorum() comes before await_quorum()"
-        return self._pending.result()
+        assert self._requested_quorum is not None, "request_quorum() comes before await_quorum()"
+        return self._requested_quorum.result()
 
     def vote(self, step: int, ok: bool) -> bool:
         """Agree within the group whether the exchange worked.
 
-        If it did not, the lighthouse gives the next quorum a new id, so all members build a new
-        process group.
+        If the exchange failed, the lighthouse gives the next quorum a new id. So all members build
+        a new process group.
 
         Args:
-            step: committed updates that this group holds.
-            ok: the exchange worked on this rank.
+            step: committed updates in this group's state.
+            ok: True if the exchange worked on this rank.
 
         Returns:
             True if the exchange worked on every rank of the group.
@@ -380,23 +397,29 @@ class Membership:
             LighthouseError: `close` was called meanwhile. A request raises the same error then.
         """
         self._partition.before_vote(ok)
-        with self.watch_exchange():  # the exchange of another rank may still be waiting
-            agreed = self._agree_on(step, ok)
+        # Watch during the vote as well: another rank may still wait in its exchange, and this rank
+        # then waits for that rank's vote.
+        with self.watch_exchange():
+            agreed = self._agree_on_outcome(step, ok)
         if agreed:
             # The exchange worked, so a link that seemed dead was only slow.
             self._partition.forget_dead_links()
             self._failures = 0
         else:
             self._failures += 1
-        self._pending = None
+        self._requested_quorum = None
         return agreed
 
-    def _agree_on(self, step: int, ok: bool) -> bool:
-        """Return True if all ranks of the group say that the exchange worked."""
-        own_objections = () if ok else ("no",)
+    def _agree_on_outcome(self, step: int, ok: bool) -> bool:
+        """Return True if the exchange worked on all ranks of the group."""
+        own_objections = []
+        if not ok:
+            own_objections.append("no")
 
         def decide(objections: set[str]) -> str:
-            return "no" if objections else "yes"
+            if objections:
+                return "no"
+            return "yes"
 
         try:
             answer = self._control.rank0_decides(own_objections, decide, VOTE_SECONDS)
@@ -409,9 +432,9 @@ class Membership:
 
     @contextlib.contextmanager
     def watch_exchange(self) -> Iterator[None]:
-        """Watch an exchange during the block.
+        """Watch the exchange while the block runs.
 
-        The exchange is broken off if members are silent, have left it, or cannot be reached.
+        A watch aborts the exchange if other members are silent, have left it, or cannot be reached.
         """
         with contextlib.ExitStack() as watches:
             for watch in self._watches:
@@ -419,16 +442,14 @@ class Membership:
             yield
 
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
-        """Return the slots of groups that live and are not in `quorum`.
+        """Return the slots of groups that are alive and are not in `quorum`.
 
-        Rank 0 finds them. On other ranks the result is empty.
-
-        The result has two kinds of groups:
+        On ranks other than 0 the result is empty. On rank 0 it has two kinds of groups:
 
         - groups that send heartbeats;
-        - groups outside of the quorum because of dead links, if they hold more than `step` updates.
-          They send no heartbeats, and come back only when the links work again, or when the groups
-          at the other ends are gone.
+        - groups that were left out because they cannot reach other groups, if they hold more than
+          `step` updates. Such a group stops its heartbeats and waits until its links work again. So
+          it does not count as alive by its heartbeats, and is probed.
         """
         if self._group_rank != 0:
             return []
@@ -448,7 +469,7 @@ class Membership:
     def find_living(self, members: Collection[Member]) -> set[int]:
         """Return the slots of the members that send heartbeats.
 
-        Returns all slots if the lighthouse does not answer.
+        If the lighthouse does not answer, all members count as alive.
         """
         status = self._page.read(self._heartbeat_timeout)
         if status is None:
@@ -457,10 +478,10 @@ class Membership:
         processes = {member.process for member in living}
         return {member.slot for member in members if member.process in processes}
 
-    def find_ages(self) -> tuple[dict[int, float], dict[int, float]] | None:
-        """Return each group's seconds since its last heartbeat, and the start of its process.
+    def find_ages(self) -> GroupAges | None:
+        """Return how long ago each group sent its last heartbeat, and when its process started.
 
-        Any thread. None if the lighthouse does not answer, or does not hear this group.
+        Any thread. None = the lighthouse does not answer, or gets no heartbeats of this group.
         """
         status = self._page.read(self._heartbeat_timeout)
         if status is None:
@@ -468,15 +489,13 @@ class Membership:
         return find_ages(self.member, status, self._heartbeat_timeout)
 
     def find_holders(self) -> dict[int, Peer]:
-        """Return this rank's counterparts whose state it can use, by slot; any thread.
+        """Return this rank's counterparts whose state a heal can use, by slot; any thread.
 
-        1. After a quorum: the counterparts in it.
-        2. A newcomer without a quorum asks the lighthouse's page. It may use the living groups only
-           if the exchange under way expects its group's former process: that exchange breaks, and
-           is repeated with the newcomer. An exchange that can complete would make the fetched state
-           one update old.
-        3. In semi-synchronous training the state stays the same for long. So the newcomer can use
-           the state of any living group.
+        - After its first quorum, this group uses the members of the last quorum.
+        - Before its first quorum, this group finds living groups on the lighthouse's page. Their
+          state is useful only if it does not change soon. This is so in two cases: in
+          semi-synchronous training, and if the exchange under way still expects the former process
+          of this group. The latter exchange fails, and is repeated with this group.
         """
         if self._counterparts:
             return self._counterparts
@@ -488,32 +507,43 @@ class Membership:
     def remember_donors(self, slots: Sequence[int]) -> None:
         """Remember the groups that offered the state which this group fetches.
 
-        All ranks call it with the same slots. It matters in semi-synchronous training alone: there
-        the donors are in the middle of a long round, and do not ask for a quorum yet. A newcomer
-        that got a quorum without them would commit alone, and make their round void. So its first
+        This matters only in semi-synchronous training, before this group's first quorum. The donors
+        are in the middle of a long round then, and do not ask for a quorum yet. If this group got a
+        quorum without them, it would commit alone, and their round would be lost. So its first
         quorum must include one of them, unless all of them are gone (`_find_expected_donors`).
+
+        Args:
+            slots: slots of these groups, the same on all ranks.
         """
         self._donors = tuple(slots)
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
-        """Return the state servers' addresses of this rank's counterparts in these groups.
+        """Return the addresses (host:port) of the state servers of this rank's counterparts.
 
-        Any thread. The address (host:port) of a group that is gone or cannot be reached is empty.
+        Any thread. The address is empty for a group that is gone or cannot be reached.
+
+        Args:
+            slots: slots of the counterparts' groups.
 
         Raises:
-            OSError: all of them are gone or cannot be reached, or the lighthouse does not answer.
+            OSError: all of these groups are gone or cannot be reached, or the lighthouse does not
+                answer.
         """
-        peers = self._counterparts or self._find_peers(self._read_status())
+        peers = self._counterparts
+        if not peers:
+            peers = self._find_peers(self._read_status())
 
-        def find(slot: int) -> str:
+        def find_address(slot: int) -> str:
             peer = peers.get(slot)
             if peer is None:
                 return ""
+            if peer.address:
+                return peer.address
             with contextlib.suppress(KeyError, OSError, RuntimeError):
-                return peer.address or look_up(peer, self._group_rank, self._token)
+                return look_up(peer, self._group_rank, self._token)
             return ""
 
-        addresses = call_for_each(find, slots, "titan_ft_addresses", len(slots))
+        addresses = call_for_each(find_address, slots, "titan_ft_addresses", len(slots))
         if not any(addresses):
             raise ConnectionError(f"none of groups {list(slots)} lives and can be reached")
         return addresses
@@ -538,11 +568,14 @@ class Membership:
         return peers
 
     def abort(self) -> None:
-        """Break off the exchange under way. The other groups notice the closed connections."""
+        """Abort the exchange under way. The other groups notice that the connections are closed."""
         self._rendezvous.abort(self._rendezvous.prefix)
 
     def stop_heartbeats(self) -> None:
-        """Stop this group's heartbeats for good, so that the others go on; any thread of rank 0."""
+        """Stop this group's heartbeats for good, so that the other groups wait for it no longer.
+
+        Rank 0 calls it, on any thread.
+        """
         self._seat.close()
 
     def close(self) -> None:
@@ -550,7 +583,7 @@ class Membership:
         if self._closed:
             return
         self._closed = True
-        self._is_needed.set()
+        self._is_quorum_needed.set()
         self._seat.close()
         for watch in self._watches:
             watch.close()
@@ -560,44 +593,51 @@ class Membership:
 
     # The quorum thread
 
-    def _find_quorum(self, step: int, failures: int) -> Quorum:
-        """Ask for a quorum that contains this group, and build its process group.
+    def _request_and_connect(self, step: int, failures: int) -> Quorum:
+        """Get a quorum that contains this group, and build the process group with its members.
 
-        1. Report the groups that cannot be reached, after failed exchanges.
-        2. Ask for quorums until one of them contains this group. It may be left out because it
-           cannot reach others.
-        3. Build the process group, unless the last one has the same members.
+        1. If exchanges have failed because of dead links, report the groups that this group cannot
+           reach.
+        2. Request quorums until one of them admits this group. A quorum leaves this group out while
+           it cannot reach other groups.
+        3. Build the process group, unless the last quorum was the same.
+
+        Args:
+            step: committed updates in this group's state.
+            failures: number of failed votes in a row.
         """
         if self._partition.must_report(failures):
             self._partition.report_links(failures, step)
-        answer = self._find_members(step, failures)
-        while self.member not in answer.admission.members:
-            self._partition.stay_outside(answer.admission)
-            answer = self._find_members(step, failures)
-        self._partition.note_quorum(answer.admission)
-        reply = answer.reply
-        members = answer.admission.members
-        # A lighthouse that was started again counts quorums from the beginning. So the key names
-        # the members as well.
+        accepted = self._request_until_complete(step, failures)
+        while self.member not in accepted.admission.members:
+            self._partition.stay_outside(accepted.admission)
+            accepted = self._request_until_complete(step, failures)
+        self._partition.note_quorum(accepted.admission)
+        reply = accepted.reply
+        members = accepted.admission.members
+        # A restarted lighthouse numbers its quorums from the beginning. So the key contains the
+        # members' names as well.
         unique_names = "/".join(member.unique for member in members)
         members_digest = hashlib.sha256(unique_names.encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{members_digest}"
         error: str | None = None
         ready_at = reply.received_at
-        if not answer.admission.settled:
-            # Not raised: the ranks still make this exchange, which fails at once, and vote. The
-            # next quorum repeats it.
+        if not accepted.admission.settled:
+            # Do not raise: all groups of the quorum make this exchange, which fails at once. They
+            # vote, and repeat the exchange in the next quorum.
             error = "groups that cannot reach each other have yet to report what they hold"
         elif key != self._rendezvous.key:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
             ready_at = time.monotonic()
             if error is None:
-                self._note_joined(answer, step, ready_at)
+                self._note_joined(accepted, step, ready_at)
         max_step = reply.max_step
-        if len(members) < len(reply.replica_ids):
-            # A stranger in the quorum may claim any step. So only the members' own steps count.
-            # They were read when the process group was built. If the members are the same since,
-            # all of them have committed the same updates as this group.
+        has_strangers = len(members) < len(reply.replica_ids)
+        if has_strangers:
+            # The lighthouse's maximum includes the steps of strangers, which may claim anything. So
+            # take the maximum of the members' own steps. `Rendezvous` has read them when it built
+            # the process group. Since then all members have committed the same updates as this
+            # group.
             max_step = max(step, self._rendezvous.max_step)
         return Quorum(
             key,
@@ -605,24 +645,24 @@ class Membership:
             members,
             max_step,
             error=error,
-            asked=answer.requested_at,
+            asked=accepted.requested_at,
             answered=reply.received_at,
             ready=ready_at,
         )
 
-    def _note_joined(self, answer: _AcceptedQuorum, step: int, ready_at: float) -> None:
-        """Remember and report a new process group."""
-        members = answer.admission.members
-        received_at = answer.reply.received_at
+    def _note_joined(self, accepted: _AcceptedQuorum, step: int, ready_at: float) -> None:
+        """Remember and report that a new process group is built."""
+        members = accepted.admission.members
+        received_at = accepted.reply.received_at
         if len(members) > 1:
             self._connecting_seconds = ready_at - received_at
         self._note_counterparts(members)
         self._events.emit(
             Joined(
-                quorum=answer.reply.quorum_id,
+                quorum=accepted.reply.quorum_id,
                 participants=[member.slot for member in members],
                 step=step,
-                quorum_seconds=received_at - answer.requested_at,
+                quorum_seconds=received_at - accepted.requested_at,
                 rebuild_seconds=ready_at - received_at,
             )
         )
@@ -630,8 +670,8 @@ class Membership:
     def _note_counterparts(self, members: Sequence[Member]) -> None:
         """Remember where this rank's counterparts in the quorum serve their states.
 
-        Not with rounds of several steps: until the next quorum, an hour later, a member may have
-        been replaced.
+        Not in semi-synchronous training: the next quorum may come an hour later, and a member may
+        have been replaced by then.
         """
         if self._strategy.has_long_rounds:
             return
@@ -643,31 +683,37 @@ class Membership:
                 counterparts[member.slot] = Peer(member.unique, member.store, address)
         self._counterparts = counterparts
 
-    def _find_members(self, step: int, failures: int) -> _AcceptedQuorum:
+    def _request_until_complete(self, step: int, failures: int) -> _AcceptedQuorum:
         """Request quorums until one of them contains every group that this group should wait for.
 
-        A quorum may lack living groups in two cases. A lighthouse that was started again does not
-        know all groups yet. Or the lighthouse did not wait for a group, because the group computes
-        for longer than `join_timeout_ms`. All ranks of the group ask equally often.
+        A quorum may lack a living group for two reasons. A restarted lighthouse does not know all
+        groups yet. Or the lighthouse did not wait for the group, because the group computes for
+        longer than `join_timeout_ms`.
 
         For each reply:
 
-        1. Find the members of the job in it, and those of the last quorum that are absent.
-        2. Find out whether the lighthouse was started again or has moved.
+        1. Find the members of the job in the quorum, and the members of the last quorum that are
+           absent in this one.
+        2. Find out whether the lighthouse was restarted or has moved.
         3. Read the lighthouse's page for groups that the quorum lacks.
-        4. Stop, or ask again after a pause.
+        4. Accept the quorum, or repeat the request after a pause.
+
+        Each test has the same result on all ranks of the group, so all ranks make equally many
+        requests.
         """
         last = self._last_quorum
         requested_at = math.inf
         was_restarted = False
         waited_for_unknown = False
-        max_repeats = _REUNION_REQUESTS
+        max_repeats = _MAX_REQUESTS_AFTER_RESTART
         earlier_id, earlier_names = last.quorum_id, last.names
         for num_repeats in itertools.count():
             is_first = num_repeats == 0
-            # A failure gives the quorum a new id. So report failures once: a further new id then
-            # shows the failures of other groups.
-            reported_failures = failures if is_first else 0
+            # Report failures only in the first request. Each report gives the next quorum a new id.
+            # So another new id, in a later reply, shows that another group has reported a failure.
+            reported_failures = 0
+            if is_first:
+                reported_failures = failures
             reply = self._seat.request(step, reported_failures, self._await_joiner)
             requested_at = min(requested_at, reply.received_at - reply.seconds)
             names = reply.replica_ids
@@ -675,66 +721,66 @@ class Membership:
             if names != last.names:
                 admission = admit(self.member, names, is_first=not last.names)
             self._report_strangers(admission)
-            # Each group that has asked is present, even if others cannot reach it.
+            # Include groups that `admission` leaves out because of dead links: they have asked.
             present = {member.slot for member in members_of_job(self.member, names)}
             last_slots = [member.slot for member in last.admission.members]
             absent = [slot for slot in last_slots if slot not in present]
-            # A lighthouse that was started again counts quorums from the beginning.
-            counts_anew = reply.quorum_id < last.quorum_id
-            uses_id_again = reply.quorum_id == last.quorum_id and names != last.names
-            if is_first and (counts_anew or uses_id_again):
+            # A restarted lighthouse numbers its quorums from the beginning.
+            has_lower_id = reply.quorum_id < last.quorum_id
+            reuses_id = reply.quorum_id == last.quorum_id and names != last.names
+            if is_first and (has_lower_id or reuses_id):
                 was_restarted = True
             if reply.moved:
                 was_restarted = True
-                max_repeats = _MOVE_REQUESTS
-            missing = self._look_for_others(present, absent)
-            is_unknown = missing.lack is _Lack.UNKNOWN
+                max_repeats = _MAX_REQUESTS_AFTER_MOVE
+            missing = self._find_missing_groups(present, absent)
+            is_unknown = missing.kind is _MissingKind.UNKNOWN
             if is_unknown:
                 was_restarted = True
                 waited_for_unknown = True
-            # Stop only if no living group is missing: for that one, wait without a limit.
-            if missing.lack is not _Lack.LIVING:
-                may_come = was_restarted and (bool(absent) or is_unknown)
-                # While this group waits here, a member that does not know of the restart may go
-                # on to the exchange, which fails without this group. The member reports that
-                # failure, and the next quorum has the same names and a higher id. Then stop.
+            is_living = missing.kind is _MissingKind.LIVING
+            if not is_living:  # Wait for a living group without a limit.
+                missing_may_come = was_restarted and (bool(absent) or is_unknown)
+                # Another member may not know of the restart. It accepts the quorum while this group
+                # still waits here, and makes the exchange, which fails without this group. It
+                # reports the failure, so the next quorum has the same names and a higher id. Then
+                # accept that quorum, or the other member would fail again and again.
                 another_failed = names == earlier_names and reply.quorum_id > earlier_id
-                if not may_come or another_failed or num_repeats >= max_repeats:
+                if not missing_may_come or another_failed or num_repeats >= max_repeats:
                     break
             earlier_id, earlier_names = reply.quorum_id, names
             if is_first:
                 slots = missing.slots or absent
                 logger.warning("waiting for groups %s, which the quorum lacks", slots)
-            time.sleep(_REUNION_PAUSE_SECONDS)
+            time.sleep(_REPEAT_PAUSE_SECONDS)
         self._last_quorum = _LastQuorum(reply.quorum_id, names, admission)
-        # From here on this group need not wait for its donors (`_find_expected_donors`): it has met
-        # a group, or has waited for the donors in vain. A wait for anything else proves neither,
-        # because the donors may become known later.
+        # If this group is alone in the quorum and has not waited for an unknown group, the donors
+        # may become known later, so do not set this.
         if waited_for_unknown or len(admission.members) > 1:
-            self._has_met_others = True
+            self._need_not_await_donors = True
         return _AcceptedQuorum(reply, admission, requested_at)
 
     def _await_joiner(self, names: Sequence[str]) -> bool:
-        """If this group is alone in its quorum and computes, wait until another group asks.
+        """If this group is alone in its quorum, wait for a joiner while the group computes.
 
-        `Seat` calls this on rank 0.
+        `Seat` calls this on rank 0, before it passes the quorum on to the other ranks.
 
-        The exchange of a lone group has no collectives. So its quorum can still grow while the
-        group computes, and a joiner can fetch the state in this step. Otherwise the joiner would
-        have to wait for the next quorum, and come one step later. This wait ends early enough to
+        A lone group makes no collectives with other groups, so its quorum may still grow during the
+        step. Then a joiner can fetch the state in this step already, and need not wait for the next
+        quorum. The wait ends when this group needs the quorum, or when too little time is left to
         connect to a joiner within the step.
 
         Args:
             names: the names in the quorum.
 
         Returns:
-            True if another group asks, so that the quorum must be requested again.
+            True if another group has asked, so that the quorum must be requested again.
         """
         slots = {member.slot for member in members_of_job(self.member, names)}
         if slots != {self.member.slot}:
             return False
         if names != self._last_quorum.names:
-            # The quorum is new. Its process group must be built now, and not after the step.
+            # The quorum is new. Build its process group now: after the step it would cost time.
             return False
         pause_seconds = max(
             _LONE_PAUSE_PER_TIMEOUT * self._heartbeat_timeout,
@@ -742,68 +788,81 @@ class Membership:
         )
         step_end = self._requested_at + self._computing_seconds
         deadline = step_end - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
-        while time.monotonic() < deadline and not self._is_needed.wait(pause_seconds):
+        while time.monotonic() < deadline and not self._is_quorum_needed.wait(pause_seconds):
             if self._leave_requested():
-                return False  # this group needs its time to leave, not to connect to a joiner
+                return False  # The time is needed to leave, and not to connect to a joiner.
             status = self._page.read(self._heartbeat_timeout)
             if status is None:
-                return False  # each further read could wait for a timeout as well
+                return False  # Each further read could wait for its timeout as well.
             if status.num_asking == 0:
                 continue
             if find_outsiders(self.member, [self.member], status, self._heartbeat_timeout):
-                return not self._is_needed.is_set()
+                return not self._is_quorum_needed.is_set()
         return False
 
-    def _look_for_others(self, present: Collection[int], absent: Collection[int]) -> _Missing:
+    def _find_missing_groups(
+        self,
+        present: Collection[int],
+        absent: Collection[int],
+    ) -> _MissingGroups:
         """Return the groups that a quorum lacks, by the lighthouse's page. A collective.
 
-        Rank 0 reads the page and tells the other ranks. With rounds of several steps, a living
-        group may have to finish a long round before it asks. A commit without that group would make
-        its round void.
+        Rank 0 reads the page, and announces the result to the other ranks. In semi-synchronous
+        training the page is read for every quorum: a living group may be in a long round, and a
+        commit without that group would make its round void.
 
         Args:
             present: slots of the groups that have asked for the quorum.
             absent: slots of the last quorum's members that have not asked.
         """
         if not absent and not self._strategy.has_long_rounds:
-            return _Missing(_Lack.NOTHING, [])
+            return _MissingGroups(_MissingKind.NOTHING, [])
 
         def decide() -> str:
-            missing = self._find_missing(present, absent)
+            """Return the kind and the slots, separated by blanks."""
+            missing = self._find_missing_on_rank0(present, absent)
             if not missing.slots:
-                return _Lack.NOTHING
-            return " ".join([missing.lack, *map(str, missing.slots)])
+                return _MissingKind.NOTHING
+            return " ".join([missing.kind, *map(str, missing.slots)])
 
-        lack, *slots = self._control.rank0_announces(decide).text.split()
-        return _Missing(_Lack(lack), [int(slot) for slot in slots])
+        kind, *slots = self._control.rank0_announces(decide).text.split()
+        return _MissingGroups(_MissingKind(kind), [int(slot) for slot in slots])
 
-    def _find_missing(self, present: Collection[int], absent: Collection[int]) -> _Missing:
-        """Read the lighthouse's page, and return the groups that a quorum lacks; on rank 0."""
+    def _find_missing_on_rank0(
+        self,
+        present: Collection[int],
+        absent: Collection[int],
+    ) -> _MissingGroups:
+        """Read the lighthouse's page, and return the groups that a quorum lacks."""
         status = self._page.read(self._heartbeat_timeout)
-        expected = set(absent) or self._find_expected_donors(present)
+        expected = set(absent)
+        if not expected:
+            expected = self._find_expected_donors(present)
         if status is None:
             if not self._strategy.has_long_rounds:
-                # Do not ask a second time: each death of a group would cost this time.
+                # Do not repeat the request. Otherwise each death of a group would cost the time of
+                # a second request.
                 expected = set()
-            return _Missing(_Lack.UNKNOWN, sorted(expected))
+            return _MissingGroups(_MissingKind.UNKNOWN, sorted(expected))
         known = {member.slot for member in members_of_job(self.member, status.heartbeats)}
         if not known.issuperset(expected):
-            return _Missing(_Lack.UNKNOWN, sorted(expected - known))
+            return _MissingGroups(_MissingKind.UNKNOWN, sorted(expected - known))
         if not self._strategy.has_long_rounds:
-            return _Missing(_Lack.NOTHING, [])
+            return _MissingGroups(_MissingKind.NOTHING, [])
         living = find_living(self.member, status, self._heartbeat_timeout)
         slots = {member.slot for member in living}
-        return _Missing(_Lack.LIVING, sorted(slots.difference(present)))
+        return _MissingGroups(_MissingKind.LIVING, sorted(slots.difference(present)))
 
     def _find_expected_donors(self, present: Collection[int]) -> set[int]:
-        """Return the donors that a newcomer's quorum must wait for (see `remember_donors`).
+        """Return the donors that a newcomer's first quorum must wait for (see `remember_donors`).
 
         Empty if one of the donors has asked for this quorum.
 
-        Only rank 0 uses the donors. The training thread may set them while the quorum thread waits
-        for a reply, on each rank at another moment.
+        Only rank 0 calls this. The training thread may set the donors while the quorum thread waits
+        for a reply, and does so at another moment on each rank. So the ranks could get different
+        results.
         """
-        if self._has_met_others or not self._strategy.has_long_rounds:
+        if self._need_not_await_donors or not self._strategy.has_long_rounds:
             return set()
         donors = set(self._donors)
         if donors.intersection(present):
@@ -811,9 +870,9 @@ class Membership:
         return donors
 
     def _report_strangers(self, admission: Admission) -> None:
-        """Report one stranger for each reason in ten minutes, on rank 0.
+        """Report strangers, at most one for each reason in ten minutes, on rank 0.
 
-        A stranger may come under a new name each time. One line for each name would fill the disk.
+        A stranger may use a new name each time. A report of each name could fill the disk.
         """
         if self._group_rank != 0:
             return
@@ -831,23 +890,23 @@ class Membership:
 
     def _watch_pulse(self) -> Pulse:
         """Build the watch for groups that fall silent during an exchange, or leave it."""
-        # A page has a line for each group, and every group reads it. So in a large job, most groups
-        # read it less often: slots 0 to 3 once in a heartbeat timeout, 4 to 7 once in 2 timeouts,
-        # 8 to 15 in 3, 16 to 31 in 4, ...
-        factor = 1 + (self._config.replica_id // _NUM_FREQUENT_READERS).bit_length()
-        interval = self._heartbeat_timeout * factor
+        # The page has a line for each group, and every group reads it. So in a large job, most
+        # groups read it less often: slots 0 to 3 once in a heartbeat timeout, 4 to 7 once in 2
+        # timeouts, 8 to 15 in 3, 16 to 31 in 4, ...
+        num_timeouts = 1 + (self._config.replica_id // _NUM_FREQUENT_READERS).bit_length()
+        interval = self._heartbeat_timeout * num_timeouts
         first = interval
         patience = SILENT_BEATS * self._heartbeat_timeout
         on_leaver = None
         if self._config.process_group == "nccl":
-            # NCCL shows no death. Look early: when the exchange begins, a member may already have
-            # been silent for almost the whole patience.
+            # NCCL does not show that a member has died. Look early: when the exchange begins, a
+            # member may already have been silent for almost the whole patience.
             first = interval / CLOSEST
             patience = self._heartbeat_timeout
-            # With NCCL only. Over Gloo, closed sockets show that a member has left, and a member that
-            # asks for the next quorum may just have finished: its bytes arrive for seconds over a
-            # slow link.
-            on_leaver = self._follow_leaver
+            # Only with NCCL. Over Gloo, closed sockets show that a member has left. Also, a member
+            # that asks for the next quorum may have completed the exchange, while its last bytes
+            # still travel over a slow link for seconds.
+            on_leaver = self._abort_for_leaver
         return Pulse(
             self._page,
             first=first,
@@ -855,28 +914,34 @@ class Membership:
             patience=patience,
             own=lambda: self.member,
             members=self._find_watched,
-            on_silence=self._break_off_silent,
-            on_left_out=self._break_off_left_out,
+            on_silence=self._abort_for_silence,
+            on_left_out=self._abort_if_left_out,
             on_leaver=on_leaver,
         )
 
     def _find_others(self) -> list[Member]:
-        """Return the other members of the exchange under way; none before its quorum is ready."""
-        pending = self._pending  # a local: the training thread drops it after the vote
-        if pending is None or not pending.done():
+        """Return the other members of the exchange under way; none if its quorum is not ready."""
+        # A local variable, because the training thread sets the attribute to None after the vote.
+        requested = self._requested_quorum
+        if requested is None or not requested.done():
             return []
-        if pending.cancelled() or pending.exception() is not None:
+        if requested.cancelled() or requested.exception() is not None:
             return []
-        return [member for member in pending.result().members if member != self.member]
+        return [member for member in requested.result().members if member != self.member]
 
     def _find_watched(self) -> list[str]:
-        """Return the names of the exchange's other members, and remember the exchange's prefix."""
-        self._watched_prefix = self._rendezvous.prefix
+        """Return the names of the exchange's other members, and remember which exchange it is."""
+        self._watched_exchange = self._rendezvous.prefix
         return [member.replica_id for member in self._find_others()]
 
-    def _break_off_silent(self, silent: dict[str, float]) -> None:
-        """Break off the exchange because members of it are silent."""
-        self._rendezvous.abort(self._watched_prefix)  # first: the event's disk may be full
+    def _abort_for_silence(self, silent: dict[str, float]) -> None:
+        """Abort the exchange because members of it are silent.
+
+        Args:
+            silent: seconds since the last heartbeat, by the member's name.
+        """
+        # Abort before the event is written, because the write may fail on a full disk.
+        self._rendezvous.abort(self._watched_exchange)
         slots = sorted(member.slot for member in known_members(silent, self._token))
         seconds = max(silent.values())
         logger.warning(
@@ -886,15 +951,15 @@ class Membership:
         )
         self._events.emit(PeerSilent(slots=slots, seconds=seconds))
 
-    def _break_off_left_out(self, slots: list[int]) -> None:
-        """Break off the exchange because the others have left it."""
-        self._rendezvous.abort(self._watched_prefix)
+    def _abort_if_left_out(self, slots: list[int]) -> None:
+        """Abort the exchange because other members have left it, and go on without this group."""
+        self._rendezvous.abort(self._watched_exchange)
         logger.warning("groups %s have gone on without this one: the exchange is broken off", slots)
         self._events.emit(LeftOut(members=slots))
 
-    def _follow_leaver(self) -> None:
-        """Break off the exchange because a member has done so. The next quorum shows which one."""
-        self._rendezvous.abort(self._watched_prefix)
+    def _abort_for_leaver(self) -> None:
+        """Abort the exchange because a member has left it. The next quorum shows which one."""
+        self._rendezvous.abort(self._watched_exchange)
         logger.warning(
             "a group of this exchange asks for the next quorum already: "
             "the exchange is broken off here too",

@@ -54,7 +54,7 @@ def test_groups_follow_one_that_died(
     for seat in seats:
         seat.request_quorum(4)
     with pytest.raises(TimeoutError):
-        seats[0]._pending.result(0.5)  # no lighthouse answers
+        seats[0]._requested_quorum.result(0.5)  # no lighthouse answers
     second = MortalLighthouse(nursery)
     Announcement(second.address, job="78").write(path)
     after = moving.together(*[seat.await_quorum for seat in seats])
@@ -101,7 +101,7 @@ def test_a_group_in_the_midst_of_a_step_is_waited_for(
     Announcement(start_lighthouse()).write(path)
     early.request_quorum(4)
     with pytest.raises(TimeoutError):
-        early._pending.result(1.5)
+        early._requested_quorum.result(1.5)
     late.request_quorum(4)
     assert [quorum.slots for quorum in moving.together(early.await_quorum, late.await_quorum)] == [
         [0, 1],
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(
     one.request_quorum(0)
     other.request_quorum(0)
     with pytest.raises(TimeoutError):
-        one._pending.result(1.0)
+        one._requested_quorum.result(1.0)
     announced.write(path)
     assert [quorum.slots for quorum in moving.meet(one, other)] == [[0, 1], [0, 1]]
 

@@ -107,7 +107,7 @@ def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]
     assert not one.quorum_requested
     one.request_quorum(0)
     assert one.quorum_requested
-    assert not one._pending.done()
+    assert not one._requested_quorum.done()
     seats.meet(one, two)
     assert one.quorum_requested, "the vote uses a quorum up, a look does not"
 
@@ -150,7 +150,7 @@ def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> Non
     joiner = seats.take(1)
     for rank in ranks:
         with pytest.raises(TimeoutError):  # a group with heartbeats alone is in no quorum yet
-            rank._pending.result(0.3)
+            rank._requested_quorum.result(0.3)
     joiner.request_quorum(0)
     assert [seat.await_quorum().slots for seat in (joiner, *ranks)] == [[0, 1]] * 3
 
@@ -161,7 +161,7 @@ def test_a_lone_group_that_has_computed_waits_for_nobody(seats: Any) -> None:
     seats.take(1)
     ranks[1].need_quorum()
     with pytest.raises(TimeoutError):
-        ranks[1]._pending.result(0.3)
+        ranks[1]._requested_quorum.result(0.3)
     ranks[0].need_quorum()
     assert [rank.await_quorum().slots for rank in ranks] == [[0], [0]]
 
@@ -181,7 +181,7 @@ def test_a_lone_group_admits_nobody_that_would_hold_it_up(
     ranks = compute_alone(
         seats, {"its step is nearly over": 0.02, "no step was measured": 0.0}.get(reason, DEADLINE)
     )
-    assert [rank._pending.result(DEADLINE).slots for rank in ranks] == [[0], [0]]
+    assert [rank._requested_quorum.result(DEADLINE).slots for rank in ranks] == [[0], [0]]
 
 
 def test_a_group_that_computes_and_is_not_alone_has_its_quorum_at_once(seats: Any) -> None:
@@ -191,7 +191,10 @@ def test_a_group_that_computes_and_is_not_alone_has_its_quorum_at_once(seats: An
     seats.together(*[partial(seat.vote, 0, True) for seat in (one, two)])
     for seat in (one, two):
         seat.request_quorum(1, may_grow=True)
-    assert [seat._pending.result(DEADLINE).slots for seat in (one, two)] == [[0, 1], [0, 1]]
+    assert [seat._requested_quorum.result(DEADLINE).slots for seat in (one, two)] == [
+        [0, 1],
+        [0, 1],
+    ]
 
 
 def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
@@ -244,7 +247,7 @@ def test_waiting_for_others_is_no_error(
     )
     one.request_quorum(7)
     with pytest.raises(TimeoutError):
-        one._pending.result(0.8)
+        one._requested_quorum.result(0.8)
     assert "no quorum after step 7" in caplog.text
     one._seat._client = client
     seats.meet(one, two, steps=[7, 7])
@@ -746,7 +749,7 @@ def test_a_lighthouse_that_dies(
     mortal_lighthouse.kill()
     member.request_quorum(1)
     with pytest.raises(LighthouseError) as caught:
-        member._pending.result(10.0)
+        member._requested_quorum.result(10.0)
     for part in (
         seats.lighthouse,
         "within 0.7 s",
@@ -842,7 +845,7 @@ def test_a_forgetful_lighthouse_separates_nobody(
         lambda: "waiting for groups [1]" in caplog.text, "the first group found itself alone"
     )
     members[1].request_quorum(1)
-    quorums = [member._pending.result(DEADLINE) for member in members]
+    quorums = [member._requested_quorum.result(DEADLINE) for member in members]
     assert [(quorum.slots, quorum.error) for quorum in quorums] == [([0, 1], None)] * 2
     assert add_up(seats, *members) == [3.0, 3.0]
 
@@ -858,7 +861,7 @@ def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(
     dies.close()
     restart(mortal_lighthouse)
     stays.request_quorum(1)
-    assert stays._pending.result(DEADLINE).slots == [0]
+    assert stays._requested_quorum.result(DEADLINE).slots == [0]
 
 
 # Aborts
@@ -1194,7 +1197,7 @@ def test_who_has_tried_already_is_not_kept_waiting(
 
     A member that knows of no restart asks after a failed exchange.
     """
-    monkeypatch.setattr("titan_ft.membership.membership._REUNION_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("titan_ft.membership.membership._REPEAT_PAUSE_SECONDS", 0.0)
     members = [seats.take(slot) for slot in range(3)]
     first = seats.meet(*members)[0]
     names = members[0]._last_quorum.names
@@ -1213,7 +1216,7 @@ def test_who_has_tried_already_is_not_kept_waiting(
 
         members[0]._last_quorum = former
         monkeypatch.setattr(members[0]._seat, "request", request)
-        admission = members[0]._find_members(1, 3).admission
+        admission = members[0]._request_until_complete(1, 3).admission
         assert [member.slot for member in admission.members] == [0, 1]
         assert told[:2] == [3, 0]
         assert (len(told) > 2) is patient
@@ -1238,7 +1241,7 @@ def test_nobody_waits_for_a_group_that_it_cannot_reach(
 
     monkeypatch.setattr(members[0]._seat, "member", cut_off[0])
     monkeypatch.setattr(members[0]._seat, "request", request)
-    admission = members[0]._find_members(1, 3).admission
+    admission = members[0]._request_until_complete(1, 3).admission
     assert [member.slot for member in admission.members] == [0]
     assert [member.slot for member in admission.cut_off] == [1]
     assert told == [3]
