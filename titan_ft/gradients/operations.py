@@ -90,7 +90,7 @@ class Operations:
         exchange.
         """
         process_group = self._membership.process_group
-        return process_group if self._where.type == "cpu" else process_group.parent
+        return process_group if self._where.type == "cpu" else process_group.current_group
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a short vector of every member, shape [num_members, own.numel()].

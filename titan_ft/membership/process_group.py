@@ -2,22 +2,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The process group between the replica groups, over Gloo or NCCL.
 
-torch's process groups may wait for a lost peer without an end. Here every such wait ends. Each of
-the two classes builds one of torch's process groups for each quorum. `Rendezvous` configures and
-aborts them. The exchange runs its collectives on them.
+torch's process groups may wait for a lost peer without an end, and their members never change. The
+two classes here solve both problems. `BreakableGloo` and `AbortableNccl` build one of torch's
+process groups for each quorum (`configure`), and end all waits for a lost peer (`abort`).
+
+Callers and threads: `Rendezvous` calls `configure` on the quorum thread. The exchange's thread
+(`Flight`) starts collectives. Any thread may call `abort`. After an abort, each collective raises a
+RuntimeError until the next `configure`.
 
 **Gloo** has no abort. If a peer is stopped or cannot be reached, an operation waits for its whole
-timeout. But Gloo's connections are ordinary sockets of this process. If this module shuts them
-down, the operation ends, and the peers that wait for this process notice.
+timeout. But Gloo's connections are ordinary sockets of this process, so this module can shut them
+down. Then the operations under way end with an error, on this host and on the peers.
 
-Gloo does not report a lost connection to an operation that is sending. Even if the peer has died,
-this operation waits for its whole timeout. So `_Operation.wait` gives up earlier: after an abort,
-or after a lost connection if nothing more arrives. The operation itself goes on until it ends, and
-may touch its tensors until then.
+There is one exception: Gloo does not report a closed connection to an operation that is sending.
+Even if the peer has died, this operation waits for its whole timeout. So `_GlooOperation.wait`
+gives the operation up in two cases: after an abort, and if a connection is closed and the others
+carry no more bytes. The operation itself continues inside Gloo until its timeout, and may touch its
+tensors until then.
 
-**NCCL** has an abort and nothing else. Its kernel waits on the GPU for a lost peer until the abort.
-The abort may hang, and so may the set-up of a communicator. Both run on threads of their own, with
-a time limit.
+**NCCL** has an abort, but reports no lost peer to the host: its kernel waits on the GPU until the
+abort. The abort may hang, and so may the set-up of a communicator. Both run on threads of their
+own, with a time limit.
 
 See docs/gpu.md, "NCCL between the groups", and docs/failures.md.
 """
@@ -51,43 +56,51 @@ from titan_ft.system.threads import call_aside, call_within
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.1
-"""Pause between two checks for an abort, a lost connection, an error of NCCL or a passed
-deadline."""
+"""Pause between two checks whether to give a wait up: because of an abort, a closed connection, an
+error of NCCL, or a deadline."""
 
 _IDLE_CHECKS = 3
-"""Checks in a row without traffic after a lost connection. During these checks, the last bytes of
-the lost member arrive, also those that other members pass on."""
+"""After a closed connection, a wait ends when so many checks in a row find no traffic on the other
+connections. The last bytes of the lost member may still arrive during these checks. Other members
+pass some of them on."""
 
 _TIMEVAL_BYTES = 16  # size of struct timeval on 64-bit systems
-_TCP_INFO_CARRIED = 120  # offset of the bytes acknowledged and received in tcp_info (linux/tcp.h)
-_ABORT_SECONDS = 2.0  # limit of a set-up's wait for the abort of the former communicator
-_LAUNCH_SECONDS = 0.2  # limit of an abort's wait for the end of a launch
+# Offset of the counts of acknowledged and received bytes in struct tcp_info (linux/tcp.h).
+_TCP_INFO_BYTES_OFFSET = 120
+_MAX_ABORT_WAIT_SECONDS = 2.0  # how long a set-up waits for the abort of the former communicator
+_MAX_LAUNCH_WAIT_SECONDS = 0.2  # how long an abort waits for the end of a launch
 
 _NO_TIMEOUT = timedelta(days=365)
-"""Limit of an operation in torch. Its default is 10 minutes, whatever the operation's options say.
-After that, torch's watchdog reports corrupted data, lets every rank of member 0's group dump its
-flight record, and never reports a lost member again."""
+"""Timeout of NCCL operations, in effect none. torch ignores the timeout in an operation's options,
+and its default is 10 minutes. An operation that takes longer has three bad effects: torch's
+watchdog reports corrupted data, every rank of member 0's group dumps its flight record, and the
+watchdog never reports a lost member again."""
 
 _MAX_CTAS = 8
-"""Multiprocessors that a kernel of the exchange may hold. The kernel has the highest priority, and
-holds them while it waits for the slowest group. NCCL's own number is up to 32: backward would lose
-a quarter of an H100. If the variable NCCL_MAX_CTAS is set, its value counts."""
+"""Limit of the multiprocessors that a kernel of the exchange may hold. The kernel has the highest
+priority, and holds them while it waits for the slowest group. NCCL itself takes up to 32, a quarter
+of an H100, which the backward pass could not use meanwhile. The variable NCCL_MAX_CTAS overrides
+this value."""
 
 
-class _Link(NamedTuple):
-    """One of Gloo's connections: a socket of this process that this module does not own.
+class _GlooConnection(NamedTuple):
+    """One of Gloo's connections: a socket of this process. Gloo owns it, and may close it any time.
 
     Attributes:
-        descriptor: number of the socket. After Gloo has closed the socket, another file may get
-            this number.
-        inode: identifies the socket, so such a file is noticed.
+        descriptor: number of the socket's file descriptor. After Gloo has closed the socket,
+            another file may get this number.
+        inode: identifies the socket. If the descriptor has another inode now, the socket is closed.
     """
 
     descriptor: int
     inode: int
 
 
-def build_process_group(backend: str, timeout: timedelta, host: str = "") -> Reconfigurable:
+def build_process_group(
+    backend: str,
+    timeout: timedelta,
+    host: str = "",
+) -> ReconfigurableProcessGroup:
     """Build the process group of a backend, "gloo" or "nccl". It has no members until `configure`.
 
     Args:
@@ -99,36 +112,51 @@ def build_process_group(backend: str, timeout: timedelta, host: str = "") -> Rec
     return AbortableNccl(timeout=timeout)
 
 
-class _Operation:
-    """An operation of Gloo, for which `wait` waits no longer than until an abort or a lost peer."""
+class _GlooOperation:
+    """An operation of Gloo whose `wait` ends after an abort or after the loss of a peer.
 
-    def __init__(self, work: Any, aborted: threading.Event, links: list[_Link]) -> None:
+    Args:
+        work: torch's object for the operation.
+        aborted: set by `BreakableGloo.abort`.
+        connections: Gloo's connections to the other members.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        aborted: threading.Event,
+        connections: list[_GlooConnection],
+    ) -> None:
         self._work = work
         self._aborted = aborted
-        self._links = links
+        self._connections = connections
 
     def wait(self) -> bool:
         """Wait for the operation.
 
         Raises:
-            RuntimeError: the operation failed, or was broken off.
+            RuntimeError: the operation failed, or the wait for it was given up.
         """
-        num_idle_checks = 0  # in a row, since a connection was lost
-        num_carried = 0  # bytes at the last check
+        num_idle_checks = 0  # checks in a row without traffic, after a closed connection
+        num_bytes = 0  # number of bytes that the connections had carried at the last check
         while True:
             try:
                 return bool(self._work.wait(timedelta(seconds=_CHECK_SECONDS)))
             except RuntimeError:
                 if self._work.is_completed():
-                    return bool(self._work.wait())  # raises, unless it has just succeeded
+                    # The operation has ended: this raises its error. It returns if the operation
+                    # has succeeded right after the wait above.
+                    return bool(self._work.wait())
             if self._aborted.is_set():
                 raise RuntimeError("broken off")
-            if all(_is_open(link) for link in self._links):
+            if all(_is_open(connection) for connection in self._connections):
                 continue
-            num_carried_before = num_carried
-            num_carried = _count_carried_bytes(self._links)
+            # A peer has closed its connection, or has died. The operation may still succeed with
+            # bytes that are on their way.
+            num_bytes_before = num_bytes
+            num_bytes = _count_bytes(self._connections)
             num_idle_checks += 1
-            if num_carried > num_carried_before:
+            if num_bytes > num_bytes_before:
                 num_idle_checks = 0
             if num_idle_checks >= _IDLE_CHECKS:
                 raise RuntimeError(
@@ -136,12 +164,11 @@ class _Operation:
                 )
 
 
-class Reconfigurable:
-    """Holds one of torch's process groups, and builds another one for each quorum.
+class ReconfigurableProcessGroup:
+    """Holds one of torch's process groups, and builds a new one for each quorum.
 
-    Subclasses implement `_create_pg` and `abort`. The quorum thread calls `configure`, the
-    exchange's thread starts operations, and any thread may call `abort`. Without a process group,
-    each operation raises a RuntimeError.
+    Subclasses implement `_create_pg` and `abort`. See this module's docstring for the threads. The
+    collectives have the names and arguments of torch's ProcessGroup.
 
     Args:
         timeout: limit of a set-up.
@@ -150,18 +177,20 @@ class Reconfigurable:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._pg: Any = None  # None = not built yet, or aborted
-        self._name = ""  # name in torch's log and NCCL's flight records; empty = torch chooses
+        # Name in torch's log and in NCCL's flight records; empty = torch chooses a name.
+        self._name = ""
         self._global_ranks: list[int] = []
 
     @property
-    def parent(self) -> Any:
-        """The process group of torch.
+    def current_group(self) -> Any:
+        """The process group of the current quorum.
 
         Raises:
-            RuntimeError: it is not built yet, or was aborted. After an abort the exchange is
-                repeated. So this is no AssertionError, which would end the worker.
+            RuntimeError: it is not built yet, or was aborted.
         """
         if self._pg is None:
+            # No AssertionError, which would end the worker: after an abort the exchange is
+            # repeated.
             raise RuntimeError("aborted: another rank of this group lost a peer")
         return self._pg
 
@@ -182,38 +211,46 @@ class Reconfigurable:
         """Build the process group of a quorum.
 
         Args:
-            store_addr: host:port/prefix of the store at which the members meet. No other quorum has
-                this prefix.
+            store_addr: host:port/prefix of the store in which the members publish their addresses.
+                No other quorum has this prefix.
+            rank: this member's number in the quorum.
+            world_size: number of members in the quorum.
+            quorum_id, group_rank, group_world_size: for the name in torch's log.
+            global_ranks: ranks of the members in the whole job, for NCCL's flight records.
         """
         self.abort(errored=False)
-        self._describe(quorum_id, group_rank, group_world_size, global_ranks)
+        self._set_names(quorum_id, group_rank, group_world_size, global_ranks)
         self._pg = self._create_pg(self._connect_to_store(store_addr), rank, world_size)
 
     def abort(self, errored: bool = True) -> None:
         """End the operations under way, and drop the process group.
 
         Args:
-            errored: False if no operation is expected to be under way.
+            errored: False if the caller only replaces the process group, and expects no operation
+                to be under way.
         """
         raise NotImplementedError
 
     def errored(self) -> Exception | None:
-        """Return why results are invalid; None = each operation raises its own error."""
+        """Return why the results of the exchange are invalid; None = they are valid.
+
+        With Gloo it is always None, because each operation raises its own error.
+        """
         return None
 
     def allreduce(self, *arguments: Any) -> Any:
-        return self._wrap_work(self.parent.allreduce(*arguments))
+        return self._wrap_work(self.current_group.allreduce(*arguments))
 
     def allgather(self, *arguments: Any) -> Any:
-        return self._wrap_work(self.parent.allgather(*arguments))
+        return self._wrap_work(self.current_group.allgather(*arguments))
 
     def alltoall_base(self, *arguments: Any) -> Any:
-        return self._wrap_work(self.parent.alltoall_base(*arguments))
+        return self._wrap_work(self.current_group.alltoall_base(*arguments))
 
     def _wrap_work(self, work: Any) -> Any:
         return work
 
-    def _describe(
+    def _set_names(
         self,
         quorum_id: int | None,
         group_rank: int | None,
@@ -223,7 +260,7 @@ class Reconfigurable:
         """Set the names by which torch reports this process group."""
         self._global_ranks = global_ranks or []
         self._name = ""
-        if group_rank and group_world_size:  # rank 0 keeps torch's name
+        if group_rank and group_world_size:  # Rank 0 keeps the name that torch chooses.
             self._name = f"quorum_{quorum_id}_rank_{group_rank % group_world_size}"
 
     def _connect_to_store(self, store_addr: str) -> Any:
@@ -236,40 +273,42 @@ class Reconfigurable:
         raise NotImplementedError
 
 
-class BreakableGloo(Reconfigurable):
-    """A reconfigurable Gloo process group whose `abort` ends the operations under way at once.
+class BreakableGloo(ReconfigurableProcessGroup):
+    """A Gloo process group whose `abort` ends the operations under way at once.
 
-    The quorum thread configures it. The exchange's thread starts operations. Any thread may call
-    `abort`, which waits for nothing.
+    `abort` does not wait for their end.
 
     Args:
         timeout: limit of an operation.
-        host: see `build_process_group`. If the variable GLOO_SOCKET_IFNAME names interfaces, these
-            count instead.
+        host: see `build_process_group`. The variable GLOO_SOCKET_IFNAME overrides it.
     """
 
     def __init__(self, timeout: timedelta, host: str = "") -> None:
         super().__init__(timeout)
-        self._host = "" if os.environ.get("GLOO_SOCKET_IFNAME") else host
-        self._links: list[_Link] = []  # connections to the other members
-        self._aborted = threading.Event()  # of the current process group
+        self._host = host
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
+            self._host = ""
+        self._connections: list[_GlooConnection] = []  # connections to the other members
+        self._aborted = threading.Event()  # the current process group was aborted
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        # Gloo does not tell which sockets are its own. So look for sockets that appear while Gloo
+        # connects the members.
         before = _list_sockets()
         self._aborted = threading.Event()
         try:
             return self._connect(store, rank, world_size)
         finally:
-            # Even after an error: an abort must find the connections that were made.
-            added = [link for link in _list_sockets() if link not in before]
-            self._links = [link for link in added if _is_gloo(link)]
+            # Also after an error: an abort must find the connections that exist already.
+            new_sockets = [found for found in _list_sockets() if found not in before]
+            self._connections = [found for found in new_sockets if _is_gloo(found)]
 
     def _connect(self, store: Any, rank: int, world_size: int) -> Any:
         backend: Any
         if self._host:
-            # Without this option, Gloo listens at the address of this host's own name. If the name
-            # is unknown, or if /etc/hosts maps it to a loopback address as on Debian, no group on
-            # another host could reach Gloo.
+            # Without this option, Gloo listens at the address to which this host's own name
+            # resolves. The name may be unknown, or /etc/hosts may map it to a loopback address, as
+            # on Debian. Then no group on another host could reach Gloo.
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
             options._timeout = self._timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
@@ -288,38 +327,40 @@ class BreakableGloo(Reconfigurable):
         return group
 
     def abort(self, errored: bool = True) -> None:
-        """Break off all operations, and drop the process group.
+        """End all operations, and drop the process group.
 
         Args:
-            errored: False if no operation is under way; then the process group is only dropped.
+            errored: False if no operation is under way. Then the process group is only dropped.
         """
-        links, self._links = self._links, []
+        connections = self._connections
+        self._connections = []
         last_reference = [self._pg]
         self._pg = None
         if not errored:
             return
         self._aborted.set()
-        for link in links:
-            _shut_down(link)
-        # The last reference blocks until its operations end, so a daemon thread drops it.
+        for connection in connections:
+            _shut_down(connection)
+        # The destructor of torch's process group waits until its operations have ended. So drop the
+        # last reference on a daemon thread.
         call_aside(last_reference.clear, "titan_ft_gloo_drop")
 
     def _wrap_work(self, work: Any) -> Any:
-        return _Operation(work, self._aborted, self._links)
+        return _GlooOperation(work, self._aborted, self._connections)
 
 
 class _Communicator:
-    """One of torch's communicators. No thread aborts it while another thread launches on it.
+    """One of torch's NCCL process groups. Prevents an abort while another thread launches on it.
 
-    torch reads NCCL's pointer under a lock, and launches after releasing the lock. An abort in
-    between would free the communicator in use.
+    To launch a collective, torch reads the pointer to NCCL's communicator under a lock, releases
+    the lock, and uses the pointer. An abort in between would free the communicator in use.
     """
 
     def __init__(self, pg: Any) -> None:
         self.pg = pg
-        self.last_work: Any = None  # torch's work of the last operation
+        self.last_work: Any = None  # torch's object for the last operation
         self.is_aborted = False
-        self._launch = threading.Lock()
+        self._launch = threading.Lock()  # held during a launch, and during an abort
 
     def allreduce(self, *arguments: Any) -> Any:
         return self._launch_collective(self.pg.allreduce, arguments)
@@ -338,26 +379,28 @@ class _Communicator:
             return self.last_work
 
     def abort(self, *, errored: bool, aborted: threading.Event | None = None) -> None:
-        """Abort the communicator. A second call may be needed.
+        """Abort the communicator.
 
-        At the first call, NCCL may not have created the communicator yet. The last reference must
-        be dropped on a daemon thread, because the destructor joins torch's threads.
+        If NCCL has not created the communicator yet, this has no effect, and the thread of the
+        set-up must call it again later. The caller must drop the last reference on a daemon thread,
+        because the destructor joins torch's threads.
 
         Args:
             errored: False if no operation is expected to be under way.
-            aborted: set after the abort, before the destructor. The destructor may take longer than
-                a set-up waits, while torch's watchdog imports torch._inductor for the stack of a
-                failed operation.
+            aborted: set when NCCL's abort has ended. The next set-up waits for this, and not for
+                the destructor, which may take longer: torch's watchdog may import torch._inductor
+                for the stack trace of a failed operation.
         """
         self.is_aborted = True
-        # After this time, abort anyway: a launch that takes longer polls for a peer inside torch,
-        # and no longer uses NCCL's pointer.
-        has_lock = self._launch.acquire(timeout=_LAUNCH_SECONDS)
-        last_work, self.last_work = self.last_work, None
+        # If a launch takes longer than this time, abort anyway. Such a launch polls for a peer
+        # inside torch, and does not use the pointer any more.
+        has_lock = self._launch.acquire(timeout=_MAX_LAUNCH_WAIT_SECONDS)
+        last_work = self.last_work
+        self.last_work = None
         try:
-            # torch's watchdog reports each aborted operation in its list as a failure: it logs
-            # stacks, and has every rank dump its flight record. So let it remove the completed
-            # operations first.
+            # torch's watchdog keeps a list of operations, and removes completed ones only now and
+            # then. It reports all operations that are in the list at an abort as failures: it logs
+            # stacks, and has every rank dump its flight record. So let it empty the list first.
             is_idle = not errored and last_work is not None and last_work.is_completed()
             if is_idle:
                 self.pg._wait_for_pending_works()
@@ -371,15 +414,15 @@ class _Communicator:
             aborted.set()
 
 
-class AbortableNccl(Reconfigurable):
-    """A reconfigurable NCCL process group. Every wait for a lost peer ends in time.
+class AbortableNccl(ReconfigurableProcessGroup):
+    """An NCCL process group in which every wait for a lost peer ends.
 
-    The quorum thread calls `configure`. The exchange's thread starts operations within `deadline`,
-    which limits the whole exchange. A single operation has no timeout, neither here nor in torch.
-    Any thread may call `abort`.
+    A single operation has no timeout, neither here nor in torch. Instead, the exchange's thread
+    runs the whole exchange within `deadline`. A watch thread for each communicator aborts it after
+    an error or after the deadline.
 
-    `device.nccl_environment` must be in force. Otherwise torch ends the process when a peer is
-    lost.
+    The caller must have set the environment of `device.nccl_environment`. Otherwise torch ends the
+    process when a peer is lost.
 
     Attributes:
         rehearse: runs each collective of an exchange once, at full size. Every set-up calls it with
@@ -388,23 +431,29 @@ class AbortableNccl(Reconfigurable):
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout)
-        # torch reads this variable for each new communicator. torchtitan's value 3 ends a process
-        # that loses a peer, which is right inside a group. The loss of another group must end no
-        # process, and no partial data may pass as a sum. A communicator that the group makes later
-        # gets 0 as well (docs/gpu.md, "NCCL between the groups").
+        # torch reads this variable for each new communicator. torchtitan sets it to 3, which ends a
+        # process that loses a peer. Inside a group that is right, but the loss of another group
+        # must not end this process. With 0, torch does not react to a lost peer. A communicator
+        # that is created inside the group later gets 0 as well (docs/gpu.md, "NCCL between the
+        # groups").
         os.environ[device.ASYNC_ERROR_HANDLING] = "0"
         os.environ.update(device.NO_DUMPS)
         self.rehearse: Callable[[Any, int], None] = lambda group, num_members: None
-        self._max_setup_seconds = timeout.total_seconds()  # limit of every set-up
-        self._expected_setup_seconds = 0.0  # twice the last set-up; 0 before the first one
+        self._max_setup_seconds = timeout.total_seconds()
+        # Twice the duration of the last set-up; 0 before the first one.
+        self._expected_setup_seconds = 0.0
         self._pg_lock = threading.Lock()  # held to set or clear `_pg`
-        self._setup: object | None = None  # the set-up that may set `_pg`; None = ended or aborted
-        self._failure: Exception | None = None  # see `errored`
-        self._is_connected = False  # whether `_pg` is connected
-        self._last_abort_done = threading.Event()  # of the last connected communicator
-        self._last_abort_done.set()  # no abort is pending
-        self._deadline_seconds = 0.0  # of the `deadline` in force
-        self._deadline_at = math.inf  # by `time.monotonic`
+        # Identifies the set-up that may set `_pg`; None = it has been given up or aborted. A thread
+        # of an earlier set-up may still run, and compares this field with its own object.
+        self._current_setup: object | None = None
+        self._abort_reason: Exception | None = None  # see `errored`
+        self._is_connected = False  # True if the communicator `_pg` is connected
+        # Set when the abort of the last connected communicator has ended.
+        self._last_abort_ended = threading.Event()
+        self._last_abort_ended.set()  # There is no abort yet.
+        # Duration and end of the `deadline` that is in force now, by `time.monotonic`.
+        self._deadline_seconds = 0.0
+        self._deadline_at = math.inf
 
     def configure(
         self,
@@ -418,14 +467,16 @@ class AbortableNccl(Reconfigurable):
     ) -> None:
         """Build the communicator of a new quorum, and rehearse the exchange with it.
 
-        NCCL connects the members in the first collective, and each of its algorithms in the first
-        collective that uses the algorithm. Without the rehearsal an exchange would wait for that.
-        An abort during that time leaves torch waiting for the end of TORCH_NCCL_NONBLOCKING_TIMEOUT
-        (NCCLUtils.hpp, C10D_NCCL_CHECK_TIMEOUT_BASE).
+        NCCL connects the members in the first collective, and connects again in the first
+        collective that uses another of its algorithms. The rehearsal prevents that this happens
+        inside an exchange. If an abort came at such a moment, torch would continue to wait for a
+        lost peer until TORCH_NCCL_NONBLOCKING_TIMEOUT (NCCLUtils.hpp,
+        C10D_NCCL_CHECK_TIMEOUT_BASE).
 
-        The limit of a set-up is the larger of `set_timeout`'s value and twice the last set-up, at
-        most the constructor's timeout. After a set-up that ran out of time the limit is doubled, so
-        that a large job finds the time that it needs.
+        A set-up has a time limit: the value of `set_timeout`, or twice the duration of the last
+        set-up if that is more. After a set-up that ran out of time the limit is doubled, so that a
+        large job finds out how long it needs. The limit of all of this is the constructor's
+        timeout.
 
         Raises:
             RuntimeError: the previous communicator is still being aborted, NCCL reports an error,
@@ -433,13 +484,14 @@ class AbortableNccl(Reconfigurable):
             TimeoutError: the set-up took too long.
         """
         self.abort(errored=False)
-        # Wait for the old abort. It frees GPU memory, for which CUDA waits for all kernels on this
-        # GPU. If kernels of the new communicator ran already, the abort could wait for a peer.
-        if not self._last_abort_done.wait(_ABORT_SECONDS):
+        # Wait until the old communicator is aborted. The abort frees GPU memory, and for this CUDA
+        # waits for all kernels on the GPU. If kernels of the new communicator ran already, they
+        # could wait for a peer, and the abort would wait for them.
+        if not self._last_abort_ended.wait(_MAX_ABORT_WAIT_SECONDS):
             raise RuntimeError("the communicator of the quorum before is still being aborted")
-        # The base's `configure` is not called: its communicator would be installed even after the
-        # set-up was given up.
-        self._describe(quorum_id, group_rank, group_world_size, global_ranks)
+        # Do not call the base class's `configure`: it would set `_pg` even if the set-up has been
+        # given up meanwhile.
+        self._set_names(quorum_id, group_rank, group_world_size, global_ranks)
         limit = max(self._timeout.total_seconds(), self._expected_setup_seconds)
         started = time.monotonic()
         setup = object()
@@ -449,25 +501,27 @@ class AbortableNccl(Reconfigurable):
 
         def set_up() -> None:
             use_device()
-            # A list, emptied below, so that no frame keeps the communicator alive.
-            made: list[_Communicator] = []
+            # A list that is emptied below, so that no stack frame keeps the communicator alive.
+            created: list[_Communicator] = []
             problem: str | None = None
             try:
-                self._connect(setup, made, connect_to_store, rank, world_size, where)
+                self._connect(setup, created, connect_to_store, rank, world_size, where)
             except Exception as error:  # noqa: BLE001  # NCCL, torch and its store have many kinds
                 problem = str(error).split("\n", 1)[0]
             if problem is not None:
-                # The thread that created the communicator always aborts it: an earlier abort may
-                # have found nothing in NCCL yet. The error is raised outside the handler, without
-                # the frames of the failed calls. Those frames hold the communicator in a cycle,
-                # which only gc would free: for seconds, on the training thread.
-                if made:
-                    made.pop().abort(errored=True)
+                # Abort the communicator on the thread that created it, even if another thread has
+                # aborted it before: NCCL may not have created it at that time. Raise the error
+                # outside of the `except` block, without the frames of the failed calls. Those
+                # frames refer to the communicator in a cycle. Only the garbage collector would free
+                # it, and would block the training thread for seconds.
+                if created:
+                    created.pop().abort(errored=True)
                 raise RuntimeError(problem)
 
-        self._setup = setup
+        self._current_setup = setup
         try:
-            # After the limit the thread goes on, and discards its communicator (see `_give_up`).
+            # If the time is over, the thread continues, and discards its communicator later (see
+            # `_give_up`).
             call_within(limit, set_up)
         except TimeoutError:
             self._expected_setup_seconds = min(2 * limit, self._max_setup_seconds)
@@ -482,25 +536,27 @@ class AbortableNccl(Reconfigurable):
         )
 
     def abort(self, errored: bool = True) -> None:
-        """End all operations and drop the communicator, without blocking.
+        """End all operations and drop the communicator, without waiting for the end of the abort.
 
-        The next `configure` waits for the abort. A communicator that is being set up is aborted as
-        soon as torch's lock is free, at the latest after TORCH_NCCL_NONBLOCKING_TIMEOUT
-        (`NCCLComm::waitReady`).
+        The next `configure` waits for that end. If the communicator is being set up, torch holds a
+        lock, and the abort begins when the lock is free: at the latest after
+        TORCH_NCCL_NONBLOCKING_TIMEOUT (`NCCLComm::waitReady`).
 
         Args:
             errored: False if no operation is expected to be under way.
         """
         with self._pg_lock:
-            self._setup, pg = None, self._pg
-        self._break_off(pg, "aborted", errored=errored)
+            self._current_setup = None
+            pg = self._pg
+        self._abort_if_current(pg, "aborted", errored=errored)
 
     @contextlib.contextmanager
     def deadline(self, timeout: timedelta) -> Iterator[None]:
         """Abort the communicator if the block takes longer than `timeout`.
 
-        Operations of other threads end as well. The watch's thread checks the time. With a timer
-        and an event on the GPU for each operation, there would be 160 of them in a step at 8B.
+        One deadline for the whole exchange replaces timeouts of the single operations. Each of
+        those would need a timer and an event on the GPU: 160 of them in a step of an 8B model. The
+        watch's thread checks the deadline.
         """
         self._deadline_seconds = timeout.total_seconds()
         self._deadline_at = time.monotonic() + self._deadline_seconds
@@ -512,59 +568,64 @@ class AbortableNccl(Reconfigurable):
     def errored(self) -> Exception | None:
         """Return why the communicator was aborted; None = it was not, so all results are valid.
 
-        The GPU is not synchronized for this, because that would delay the first bucket until
-        backward ends. The error is set before the abort ends any operation.
+        No synchronization with the GPU is necessary, because the error is set before the abort ends
+        any operation. A synchronization would delay the first bucket until backward ends.
         """
-        return self._failure
+        return self._abort_reason
 
     def _connect(
         self,
         setup: object,
-        made: list[_Communicator],
+        created: list[_Communicator],
         connect_to_store: Callable[[], Any],
         rank: int,
         world_size: int,
         where: torch.device,
     ) -> None:
-        """Create a communicator, set `_pg`, and connect it.
+        """Create a communicator, set `_pg`, and connect the members.
 
-        It runs on a thread that may outlive its set-up.
+        Runs on the thread of the set-up. This thread may still run when the set-up has been given
+        up. So each step tests whether the set-up is still the current one.
 
-        `_pg` is set before the communicator connects, so that `abort` and the watch end a set-up in
+        `_pg` is set before the members are connected. So `abort` and the watch can end a set-up in
         the same way as an exchange.
 
         Args:
-            made: receives the communicator as soon as it exists.
+            setup: identifies this set-up (see `_current_setup`).
+            created: gets the communicator as soon as it exists.
 
         Raises:
-            RuntimeError: the set-up was aborted, or ran out of time.
+            RuntimeError: the set-up was aborted, or has been given up.
         """
         setup_ended = RuntimeError("aborted while it was being set up")
         store = connect_to_store()
-        if self._setup is not setup:
+        if self._current_setup is not setup:
             raise setup_ended
-        made.append(_Communicator(self._create_pg(store, rank, world_size)))
+        created.append(_Communicator(self._create_pg(store, rank, world_size)))
         with self._pg_lock:
-            if self._setup is not setup:
+            if self._current_setup is not setup:
                 raise setup_ended
-            self._pg = made[0]
-            self._failure = None
+            self._pg = created[0]
+            self._abort_reason = None
             self._is_connected = False
         if world_size > 1:
-            watch = partial(self._watch, made[0])
+            watch = partial(self._watch, created[0])
             threading.Thread(target=watch, name="titan_ft_nccl_watch", daemon=True).start()
-        # Connect here: torch holds its lock meanwhile (NCCLComm::waitReady), so an abort waits.
-        # Otherwise an abort could free the communicator on which the first collective is launched.
-        self._connect_pg(made[0].pg)
+        # Connect explicitly, and not by the first collective: torch holds its lock meanwhile
+        # (NCCLComm::waitReady), so an abort waits. Otherwise an abort could free the communicator
+        # during the launch of the first collective.
+        self._connect_pg(created[0].pg)
         with device.side_stream(where):
-            # On the communicator, not on `self`: if this set-up was given up, `self._pg` may
-            # already be the communicator of the next one.
-            self.rehearse(made[0], world_size)
+            # Use `created[0]`, and not `self`: if this set-up has been given up, `self._pg` may
+            # already be the communicator of the next set-up.
+            self.rehearse(created[0], world_size)
             ones = torch.ones(1, device=where)
-            all_reduce(made[0], ones, self._timeout).wait()
-            total = int(ones.item())  # waits for the sum; after an abort the value is arbitrary
+            all_reduce(created[0], ones, self._timeout).wait()
+            # `item` waits for the sum. After an abort the value is arbitrary, which the test of
+            # `_pg` below detects.
+            total = int(ones.item())
         with self._pg_lock:
-            if self._pg is not made[0]:
+            if self._pg is not created[0]:
                 raise setup_ended
             if total == world_size:
                 self._is_connected = True
@@ -574,13 +635,14 @@ class AbortableNccl(Reconfigurable):
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
         """Create torch's process group, which is not connected yet.
 
-        It has a stream of the highest priority, few multiprocessors and no timeout. Each
-        communicator takes the next of torch's 32 streams of its priority. At normal priority, that
-        would be a stream of FSDP or of a state's copy after 32 quorums, and a collective of the
-        group would queue after a sum. Only the exchange uses the highest priority (see
-        `device.nccl_environment`).
+        It has few multiprocessors (`_MAX_CTAS`), no timeout (`_NO_TIMEOUT`), and a stream of the
+        highest priority. torch has 32 streams of each priority, and gives them to communicators in
+        turn. At normal priority, after some quorums the exchange would share a stream with FSDP or
+        with the copy of a state, and a collective of FSDP would wait for the exchange's sum. Only
+        the exchange uses the highest priority (see `device.nccl_environment`).
         """
-        from torch.distributed import ProcessGroupNCCL as Backend  # not there on a CPU
+        # Imported here, because torch does not have this class without CUDA.
+        from torch.distributed import ProcessGroupNCCL as Backend
 
         options: Any = Backend.Options(is_high_priority_stream=True)
         options.config.blocking = False
@@ -603,34 +665,42 @@ class AbortableNccl(Reconfigurable):
         pg._get_backend(torch.device("cuda")).eager_connect_single_device(where)
 
     def _give_up(self, reason: str) -> None:
-        """End the set-up: abort its communicator, or let its thread discard a later one."""
+        """Give the current set-up up.
+
+        If its communicator exists, abort it. Otherwise the set-up's thread finds out later that the
+        set-up is not the current one, and discards the communicator.
+        """
         with self._pg_lock:
-            self._setup, pg = None, self._pg
-            self._failure = RuntimeError(reason)
-        self._break_off(pg, reason)
+            self._current_setup = None
+            pg = self._pg
+            self._abort_reason = RuntimeError(reason)
+        self._abort_if_current(pg, reason)
 
-    def _break_off(self, pg: _Communicator | None, reason: str, *, errored: bool = True) -> None:
-        """Abort `pg` if it is still `_pg`.
+    def _abort_if_current(
+        self, pg: _Communicator | None, reason: str, *, errored: bool = True
+    ) -> None:
+        """Abort `pg` if it is still the current communicator.
 
-        On a thread of its own, because torch's locks may keep the abort waiting.
+        The abort runs on a thread of its own, because it may wait for torch's locks.
         """
         with self._pg_lock:
             if pg is None or self._pg is not pg:
                 return
-            self._failure = RuntimeError(reason)
+            self._abort_reason = RuntimeError(reason)
             self._pg = None
-            pg.is_aborted = True  # at once: the thread may run later
+            pg.is_aborted = True  # Now, because the thread may begin later.
             aborted = threading.Event()
             if self._is_connected:
-                self._last_abort_done = aborted
+                self._last_abort_ended = aborted
             self._is_connected = False
         abort = partial(pg.abort, errored=errored, aborted=aborted)
         threading.Thread(target=abort, name="titan_ft_nccl_abort", daemon=True).start()
 
     def _watch(self, pg: _Communicator) -> None:
-        """Abort `pg` when torch reports an error or the deadline has passed; on its own thread.
+        """Abort `pg` when torch reports an error or the deadline has passed.
 
-        torch reports a peer's closed connection, for example. Without an abort the kernels of `pg`
+        Runs on a thread of its own, until `pg` is not the current communicator any more. An error
+        is, for example, that a peer has closed its connection. Without an abort the kernels of `pg`
         would wait for the lost peer for ever.
         """
         backend = pg.pg._get_backend(torch.device("cuda"))
@@ -639,62 +709,64 @@ class AbortableNccl(Reconfigurable):
             error = backend.get_error()
             if error == ErrorType.COMM_ERROR:
                 reason = "NCCL has lost a member"
-            elif error != ErrorType.SUCCESS:  # torch keeps the first error, and hides later ones
+            elif error != ErrorType.SUCCESS:
+                # torch keeps the first error only. A later loss of a member would go unnoticed.
                 reason = f"torch reports {error.name}"
             elif time.monotonic() > self._deadline_at:
                 reason = f"the exchange is not complete after {self._deadline_seconds:g} s"
             if reason:
                 logger.warning("the exchange is broken off: %s", reason)
-                self._break_off(pg, reason)
+                self._abort_if_current(pg, reason)
                 return
             time.sleep(_CHECK_SECONDS)
 
 
-def _list_sockets() -> list[_Link]:
-    return [_Link(*found) for found in own_sockets()]
+def _list_sockets() -> list[_GlooConnection]:
+    return [_GlooConnection(*found) for found in own_sockets()]
 
 
-def _is_gloo(link: _Link) -> bool:
+def _is_gloo(candidate: _GlooConnection) -> bool:
     """True if a socket of this process is a connection of Gloo.
 
-    Only Gloo's connections have a receive timeout. Sockets that another thread opens meanwhile have
-    none: a fetch of state, a request. Gloo's listening socket has none either, and must be spared:
-    Gloo ends the process if it fails.
+    Gloo sets a receive timeout on its connections. Other sockets that threads of this process may
+    open meanwhile, such as that of a state's fetch, have no such timeout. Gloo's listening socket
+    has none either, and must not be shut down: Gloo would end the process.
     """
-    with contextlib.suppress(OSError), borrowed_socket(*link) as connection:
-        if connection is None or connection.proto != socket.IPPROTO_TCP:
+    with contextlib.suppress(OSError), borrowed_socket(*candidate) as borrowed:
+        if borrowed is None or borrowed.proto != socket.IPPROTO_TCP:
             return False
-        timeval = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL_BYTES)
-        return any(timeval)
-    return False  # closed meanwhile
+        timeval = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL_BYTES)
+        return any(timeval)  # all zero = no timeout
+    return False  # The socket was closed meanwhile.
 
 
-def _is_open(link: _Link) -> bool:
+def _is_open(connection: _GlooConnection) -> bool:
     """True if the socket is open. Gloo closes a socket whose peer has closed the connection."""
     try:
-        return os.fstat(link.descriptor).st_ino == link.inode
+        return os.fstat(connection.descriptor).st_ino == connection.inode
     except OSError:
         return False
 
 
-def _count_carried_bytes(links: list[_Link]) -> int:
-    """Return the bytes that the open connections have carried, in both directions."""
+def _count_bytes(connections: list[_GlooConnection]) -> int:
+    """Return the number of bytes that the open connections have carried, in both directions."""
     num_bytes = 0
-    for link in links:
+    for connection in connections:
         with (
-            contextlib.suppress(OSError),  # closed meanwhile
-            borrowed_socket(*link) as connection,
+            contextlib.suppress(OSError),  # The socket was closed meanwhile.
+            borrowed_socket(*connection) as borrowed,
         ):
-            if connection is not None:
-                size = _TCP_INFO_CARRIED + 16
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-                num_acknowledged, num_received = struct.unpack_from("QQ", info, _TCP_INFO_CARRIED)
+            if borrowed is not None:
+                size = _TCP_INFO_BYTES_OFFSET + 16
+                info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+                counts = struct.unpack_from("QQ", info, _TCP_INFO_BYTES_OFFSET)
+                num_acknowledged, num_received = counts
                 num_bytes += num_acknowledged + num_received
     return num_bytes
 
 
-def _shut_down(link: _Link) -> None:
-    """End a connection in both directions. Gloo still has to close its socket."""
-    with contextlib.suppress(OSError), borrowed_socket(*link) as connection:
-        if connection is not None:
-            connection.shutdown(socket.SHUT_RDWR)
+def _shut_down(connection: _GlooConnection) -> None:
+    """Shut a connection down in both directions. Gloo notices this, and closes the socket."""
+    with contextlib.suppress(OSError), borrowed_socket(*connection) as borrowed:
+        if borrowed is not None:
+            borrowed.shutdown(socket.SHUT_RDWR)

@@ -58,7 +58,7 @@ class Rendezvous:
     is unusable, and the next quorum's `configure` builds another one.
 
     Args:
-        process_group: see `process_group.Reconfigurable`.
+        process_group: see `process_group.ReconfigurableProcessGroup`.
         timeout: limit of a collective.
         control: tree of the group's ranks.
         address: host:port of this rank's state server.

@@ -1061,7 +1061,7 @@ def test_the_step_of_the_others_began_before_the_quorum(
     pace = make().heal._pace
     monkeypatch.setattr("titan_ft.engine.heal.time", SimpleNamespace(monotonic=lambda: 100.0))
     pace.start_step()
-    pace.adopt_times(Offer((0,), 5, 1, 0, milliseconds=40_000, elapsed_milliseconds=30_000))
+    pace.adopt_times(Offer((0,), 5, 1, 0, step_milliseconds=40_000, elapsed_milliseconds=30_000))
     assert pace.find_load_deadline(load_seconds=0.0) == 90.0
     assert pace.find_load_deadline(load_seconds=1.0) == 106.0
 

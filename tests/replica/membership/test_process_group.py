@@ -30,7 +30,7 @@ import torch
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  # it is one of its exports
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from titan_ft.membership.process_group import BreakableGloo, _Link, _Operation
+from titan_ft.membership.process_group import BreakableGloo, _GlooConnection, _GlooOperation
 from titan_ft.system.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only a bug reaches it
@@ -133,7 +133,7 @@ def all_gather(group: BreakableGloo, elements: int = 1) -> str:
     options = AllgatherOptions()
     options.timeout = TIMEOUT
     own = torch.ones(elements).view(torch.uint8)
-    gathered = torch.zeros((group.parent.size(), own.numel()), dtype=torch.uint8)
+    gathered = torch.zeros((group.current_group.size(), own.numel()), dtype=torch.uint8)
     try:
         group.allgather([list(gathered)], [own], options).wait()
     except RuntimeError:
@@ -209,8 +209,8 @@ def be_rank(order: dict[str, Any]) -> None:
     if rank == order["sender"]:
         shrink_send_buffers()
     wait("again")
-    tell("links", len(group._links))
-    tell("hosts", find_hosts(group._links))
+    tell("links", len(group._connections))
+    tell("hosts", find_hosts(group._connections))
     kept = group._pg  # otherwise its listener is closed, as it should be
     listeners = listening()
     reducing = threading.Thread(
@@ -498,7 +498,9 @@ def test_an_operation_of_an_aborted_process_group_is_waited_for_no_longer() -> N
         aborted, descriptor = threading.Event(), connection.fileno()
         aborted.set()
         with pytest.raises(RuntimeError, match="broken off"):
-            _Operation(Work(), aborted, [_Link(descriptor, os.fstat(descriptor).st_ino)]).wait()
+            _GlooOperation(
+                Work(), aborted, [_GlooConnection(descriptor, os.fstat(descriptor).st_ino)]
+            ).wait()
 
 
 def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> None:
@@ -512,17 +514,17 @@ def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> No
         listener.accept()[0] as own,
     ):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = _Link(own.fileno(), os.fstat(own.fileno()).st_ino)
+        link = _GlooConnection(own.fileno(), os.fstat(own.fileno()).st_ino)
         # the descriptor belongs to another file by now
-        closed = _Link(link.descriptor, link.inode + 1)
-        assert _Operation(Work(50, peer), threading.Event(), [link]).wait(), "the file is open"
-        assert _Operation(Work(50, peer, 50), threading.Event(), [link, closed]).wait()
+        closed = _GlooConnection(link.descriptor, link.inode + 1)
+        assert _GlooOperation(Work(50, peer), threading.Event(), [link]).wait(), "the file is open"
+        assert _GlooOperation(Work(50, peer, 50), threading.Event(), [link, closed]).wait()
         work = Work(50, peer, 10)
         with pytest.raises(RuntimeError, match="a connection to another member is closed"):
-            _Operation(work, threading.Event(), [link, closed]).wait()
+            _GlooOperation(work, threading.Event(), [link, closed]).wait()
         assert 10 < work.looks < 20
     with pytest.raises(RuntimeError, match="is closed"):
-        _Operation(Work(50, peer), threading.Event(), [link]).wait()
+        _GlooOperation(Work(50, peer), threading.Event(), [link]).wait()
 
 
 @pytest.mark.parametrize("errored", [True, False])
