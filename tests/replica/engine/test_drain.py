@@ -287,7 +287,7 @@ def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
     fast.request()
     # The note for the second vote, before the other rank has looked after the first one.
     fast.before_vote(lambda: True)
-    wait_until(lambda: group[1].heard("leave/2") is not None, "the other rank has heard it")
+    wait_until(lambda: group[1].read_note("leave/2") is not None, "the other rank has heard it")
     assert not slow.after_vote()
     slow.before_vote(lambda: True)
     vote(group)

@@ -1272,7 +1272,7 @@ def test_the_timeout_bounds_a_slice_and_not_a_bucket(
     seconds, timeout, size = (1.25, 0.5, 8 << 20)
     monkeypatch.setattr(operations, "_SLICE_BYTES", size // 8)
     made, groups = meet_for_operations(ring, 2, timeout)
-    for link in [link for group in groups for link in group._links]:
+    for link in [link for group in groups for link in group._connections]:
         with borrowed_socket(*link) as connection:
             assert connection is not None
             pace(connection, int(size / seconds))

@@ -201,7 +201,7 @@ def test_all_ranks_hear_the_text_that_rank_0_got_first() -> None:
     with ControlGroup(9, fan_out=2) as group:
         for number in range(10):
             said = [
-                group.submit(tree.settle, f"{number}", f"by {rank}")
+                group.submit(tree.propose, f"{number}", f"by {rank}")
                 for rank, tree in enumerate(group.trees)
             ]
             texts = {each.result(DEADLINE) for each in said}
@@ -229,7 +229,7 @@ def test_what_ends_the_wait_for_a_topic(monkeypatch: pytest.MonkeyPatch) -> None
     """Rank 0 passes nothing on. A close or a loss ends the wait."""
     with ControlGroup(3) as group:
         monkeypatch.setattr(Node, "_pass_note_up", lambda *_: None)
-        waits = [group.submit(tree.settle, "topic", "text") for tree in group.trees]
+        waits = [group.submit(tree.propose, "topic", "text") for tree in group.trees]
         group.trees[1].close()
         with pytest.raises(LighthouseError, match="left the job"):
             waits[1].result(DEADLINE)
@@ -405,7 +405,7 @@ def test_a_log_that_nobody_reads() -> None:
             group.check_agreements(1)
             store.relays[0].reset()
             assert log.blocks.wait(DEADLINE)
-            looks = [group.submit(tree.heard, "topic") for tree in group.trees]
+            looks = [group.submit(tree.read_note, "topic") for tree in group.trees]
             assert [look.result(DEADLINE) for look in looks] == [None, None]
             log.read.set()
             group.check_agreements(1)
