@@ -2,14 +2,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One replica group's seat: its connection to the lighthouse, under the group's name.
 
-Rank 0 runs torchft's manager server, which sends heartbeats under this name. Rank 0 alone asks the
-server for quorums, and the other ranks get the reply over the group's control tree. If each rank
-asked the server, a rank that lost its connection would have to ask again. The server forgets its
-answers, so this rank would get a later quorum than its siblings.
+A group's *name* is a text that the lighthouse shows to all groups (`protocol.member.Member`). It
+contains the group's slot, a hash of its settings, and a report of the groups that it cannot reach.
+While a group has a seat, heartbeats are sent under its name, and the other groups wait for it.
 
-A group gets another name in two steps: rank 0 opens a seat under the new name, and then all ranks
-adopt the name. When the lighthouse moves, rank 0 opens a seat there under the same name
-(`follow.py`), and the other ranks need not do anything.
+Rank 0 runs torchft's manager server, which sends these heartbeats. Only rank 0 asks the server for
+quorums. The other ranks get the reply over the group's control tree. Suppose that each rank asked
+the server. If one of them lost its connection, it would ask again. The server forgets its answers,
+so this rank would get a later quorum than the other ranks.
+
+- Opening the first seat: `enter`.
+- Changing the name, for example to report a dead link: rank 0 opens another seat (`reopen`), then
+  all ranks call `adopt_name`.
+- Following the lighthouse to another address: rank 0 opens a seat there under the same name
+  (`_move`, called by follow.py). The other ranks need not do anything.
+- Leaving: `leave` until another seat is opened, `close` for good.
 
 See docs/membership.md.
 """
@@ -48,13 +55,14 @@ from titan_ft.transfer.reach import address_key
 
 logger = logging.getLogger(__name__)
 
-# A forked child, such as a data loader's worker, must not collect a dead torchft client. The
-# client's destructor would wait for threads that the child lacks.
+# In a forked process, such as a data loader's worker, the garbage collector must not destroy a
+# torchft client of the parent process. The client's destructor would wait for threads that exist
+# only in the parent.
 os.register_at_fork(after_in_child=gc.freeze)
 
 _REQUEST_TIMEOUT = timedelta(days=30)
-"""A request never times out. The lighthouse answers a request even after its client timed out, and
-the next request would get that answer."""
+"""So a request never times out. The lighthouse would answer it even after the timeout, and the next
+request would get that outdated answer."""
 
 _LIGHTHOUSE_RETRIES = 10**8
 """torchft's server repeats a request that a restarted lighthouse has lost. Its pause before a
@@ -64,18 +72,21 @@ _REPEAT_SECONDS = 0.1  # pause between two requests, or before the second try to
 _MAX_REPEAT_SECONDS = 5.0  # longest pause between two tries to open a seat
 
 CONNECT_SECONDS = 10.0
-"""Limit for opening a connection inside a job. It is long because a starting process may not listen
-yet. A wrong address delays a failing start by no more than this."""
+"""Limit for opening a connection to another process of the job. It is long because that process may
+just start, and not listen yet. With a wrong address a start fails after this time."""
 
 PROBE_SECONDS = 60.0
 """After this time without a quorum, the group checks whether the lighthouse answers. The limit
 decides only how late a dead lighthouse is noticed, and how often a long wait is logged."""
 
-_BEATS_IN_TIMEOUT = 10  # so a few late heartbeats do not evict a group
+# Heartbeats that a group sends in one heartbeat timeout. A few late ones must not make the group
+# count as dead.
+_BEATS_IN_TIMEOUT = 10
 _MIN_BEATS_IN_TIMEOUT = 4
 _GROUPS_AT_FULL_PACE = 64
-"""Groups that send `_BEATS_IN_TIMEOUT` heartbeats in a timeout. With more groups, each sends fewer:
-a heartbeat costs the lighthouse and its gate 0.05 ms of CPU time together."""
+"""Up to this number of groups, each sends `_BEATS_IN_TIMEOUT` heartbeats in a timeout. With more
+groups, each sends fewer: a heartbeat costs the lighthouse and its gate together 0.05 ms of CPU
+time."""
 
 
 def beat_interval(config: FaultTolerance) -> timedelta:
@@ -97,7 +108,8 @@ class Reply:
         replica_ids: names of the quorum's members.
         max_step: largest number of committed updates that a member has reported.
         moved: the seat has moved to another lighthouse since the last reply.
-        seconds: duration of the request. Requests with an outdated answer are not included.
+        seconds: duration of the request. If it was repeated because the answer was outdated, this
+            is the duration of the last request.
         received_at: monotonic time in seconds at which the reply reached this rank.
     """
 
@@ -109,34 +121,34 @@ class Reply:
     received_at: float = field(default=0.0, compare=False)
 
 
-def _never(names: Sequence[str]) -> bool:
+def _never_outdated(names: Sequence[str]) -> bool:
     return False
 
 
 class _MovedError(Exception):
-    """The seat has moved, so the request at the former lighthouse gets no answer."""
+    """The seat has moved to another lighthouse, so do not wait for the former one's answer."""
 
 
 class Seat:
-    """One rank's side of its group's seat. Call `enter` first.
+    """One rank's end of its group's seat. Call `enter` first.
 
-    `Membership` and `Partition` call it. Server, client and follower exist on rank 0 only. A method
-    that is called a collective must be called on all ranks of the group.
+    `Membership` and `Partition` call it. Only rank 0 has a server, a client and a follower. Methods
+    described as a collective must be called on all ranks of the group.
 
     Threads: the quorum thread calls `request`, `reopen`, `adopt_name` and `leave`. The follower's
     thread or the quorum thread calls `_move`. Any thread may call `close`.
 
-    After a `LighthouseError` of `request` the group cannot go on. A failed `reopen` leaves the
-    former seat open.
+    If `request` raises a `LighthouseError`, the group cannot continue. If `reopen` fails, the
+    former seat stays open.
 
     Args:
-        lighthouse: its address.
-        store: the group's store.
-        control: tree of the group's ranks.
+        lighthouse: address of the lighthouse.
+        store: the group's TCPStore, in which this rank publishes `address`.
+        control: control tree of the group's ranks.
         address: host:port of this rank's state server.
         token: the run's shared secret.
-        on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job
-            id of the new lighthouse.
+        on_move: called on rank 0 after the lighthouse has moved. The arguments are the former url,
+            the new url, and the Slurm job id of the new lighthouse.
 
     Attributes:
         member: the name that the group has at the lighthouse.
@@ -166,38 +178,46 @@ class Seat:
         self._token = token
         self._on_move = on_move
         self._server: Any = None  # torchft's ManagerServer, on rank 0
-        self._client: Any = None  # of this server
-        self._names: Sequence[str] = ()  # in the last reply
+        self._client: Any = None  # torchft's ManagerClient of this server, on rank 0
+        self._names: Sequence[str] = ()  # the members' names in the last reply
         self._lock = threading.Lock()  # guards `closed` and `_server`
-        # Held to open a seat: the quorum thread opens seats under new names, and the follower's
-        # thread may move the seat at the same time.
-        self._opening = threading.RLock()
-        self._opened_as: Member | None = None
-        self._request = Future[Any]()  # the request under way
+        # Held while a seat is opened. The quorum thread opens seats under new names, and the
+        # follower's thread may move the seat at the same time.
+        self._opening_lock = threading.RLock()
+        self._opened_member: Member | None = None  # the name of the last seat that was opened
+        self._pending_request = Future[Any]()
         self._follower: LighthouseFollower | None = None
-        self._moved = False  # since the last reply
+        self._moved = False  # True if the seat has moved since the last reply
         self.closed = False
 
-    def enter(self, name: Callable[[], Member]) -> None:
-        """Open the group's first seat under the name that rank 0 makes. A collective.
+    def enter(self, make_name: Callable[[], Member]) -> None:
+        """Open the group's first seat, and adopt its name. A collective.
 
         As soon as the seat is open, the other groups wait for this group. So the seat is opened
         only when all ranks of the group have called this method.
 
+        Args:
+            make_name: returns the group's first name; called on rank 0.
+
         Raises:
             TokenRefusedError, LighthouseError: see `_open_first`.
         """
-        self.adopt_name(self._control.rank0_decides((), lambda _: self._open_first(name())))
+
+        def open_first(_words: set[str]) -> str:
+            return self._open_first(make_name())
+
+        self.adopt_name(self._control.rank0_decides((), open_first))
 
     def _open_first(self, member: Member) -> str:
-        """Open the group's first seat; on rank 0.
+        """Open the group's first seat; on rank 0. Returns its name.
 
-        If a file names the lighthouse, that lighthouse may be gone, or an earlier run's. And while
-        the lighthouse restarts, another run's lighthouse may have its port for a while, and refuse
-        this group's token. So wait in both cases.
+        The lighthouse's address may be given by a file on shared storage, which each new lighthouse
+        overwrites. The lighthouse in the file may be gone, or belong to an earlier run. Also, while
+        the lighthouse restarts, another run's lighthouse may listen at its port for some time, and
+        refuse this group's token. So wait in both cases.
 
         Raises:
-            TokenRefusedError: the token is refused for `start_timeout_seconds`.
+            TokenRefusedError: the token was refused for `start_timeout_seconds`.
             LighthouseError: the lighthouse does not answer.
         """
         limit_seconds = self._config.start_timeout_seconds
@@ -205,7 +225,9 @@ class Seat:
         pause = _REPEAT_SECONDS
         last_refusal = ""
         while True:
-            self._lighthouse.place = self._lighthouse.look() or self._lighthouse.place
+            found = self._lighthouse.look()
+            if found:
+                self._lighthouse.place = found
             try:
                 opened = self.open(member)
                 self._check_token()
@@ -233,10 +255,10 @@ class Seat:
             return opened
 
     def _check_token(self) -> None:
-        """Leave the seat if the lighthouse's gate refuses this group's token.
+        """Check that the lighthouse's gate accepts this group's token. If not, leave the seat.
 
         Raises:
-            TokenRefusedError: it does.
+            TokenRefusedError: the gate refuses the token.
         """
         if not self._lighthouse.refuses(CONNECT_SECONDS):
             return
@@ -249,38 +271,41 @@ class Seat:
     def _move(self, place: Place) -> bool:
         """Open the group's seat under the same name at another lighthouse.
 
-        The follower calls this on its own thread, or on the quorum thread from `_is_valid`. Returns
-        False if the lighthouse does not answer, or if the group has left.
+        The follower calls this on its own thread, or on the quorum thread from `_is_valid`.
+
+        Returns:
+            False if the lighthouse does not answer, or if the group has left.
         """
-        with self._opening:
-            if self.closed or self._opened_as is None:
+        with self._opening_lock:
+            if self.closed or self._opened_member is None:
                 return False
             former = str(self._lighthouse)
             try:
-                # Without a server the group is outside, and opens its next seat at the new place.
+                # Without a server the group has left its seat for the moment (`leave`). It opens
+                # its next seat at the new place, because `_lighthouse.place` is set below.
                 if self._server is not None:
-                    self._open_at(place.url, self._opened_as)
+                    self._open_at(place.url, self._opened_member)
             except LighthouseError as error:
                 logger.warning("no seat at the lighthouse's new place yet: %s", error)
                 return False
             self._moved = True
-            # Under the lock, so that no seat is opened at the former place from now on.
+            # Still under the lock, so that no other thread opens a seat at the former place.
             self._lighthouse.place = place
-            with contextlib.suppress(InvalidStateError):  # the answer has just come
-                self._request.set_exception(_MovedError())
+            with contextlib.suppress(InvalidStateError):  # The answer has come just now.
+                self._pending_request.set_exception(_MovedError())
         self._on_move(former, place.url, place.job)
         return True
 
     def open(self, member: Member) -> str:
-        """Send heartbeats as `member` from now on; on rank 0.
+        """Open a seat under the name `member`; on rank 0. From then on heartbeats are sent.
 
         Returns:
-            The name. All ranks must `adopt_name`.
+            The name as a text. All ranks must call `adopt_name` with it.
 
         Raises:
             LighthouseError: the lighthouse does not answer. The former seat stays open.
         """
-        with self._opening:
+        with self._opening_lock:
             return self._open_at(str(self._lighthouse), member)
 
     def _open_at(self, url: str, member: Member) -> str:
@@ -293,32 +318,35 @@ class Seat:
                 replica_id=member.replica_id,
                 lighthouse_addr=self._lighthouse.url_for_client(url),
                 hostname="127.0.0.1",
-                bind="127.0.0.1:0",  # only this process asks the server
+                bind="127.0.0.1:0",  # Only this process asks the server.
                 store_addr=member.store,
-                world_size=1,  # the server has one client: rank 0 asks for the whole group
+                world_size=1,  # The server has one client: rank 0 asks for the whole group.
                 heartbeat_interval=beat_interval(config),
                 connect_timeout=connect_timeout,
                 quorum_retries=_LIGHTHOUSE_RETRIES,
             )
             self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
-            # The server answers that it knows no such rank. The answer shows that the server has
-            # accepted the client's connection. A connection that still waits to be accepted would
-            # be reset together with the listener.
+            # Wait until the server has accepted the client's connection, because the listener is
+            # shut down below. A connection that has not been accepted by then would be reset. Any
+            # answer shows that it is accepted, also the error that the server knows no such rank.
             with contextlib.suppress(RuntimeError):
                 self._client._checkpoint_metadata(0, connect_timeout)
-            # Any other process on this host could end this process at that port.
+            # Otherwise any process on this host could connect to that port, and ask the server to
+            # end this process.
             shut_listener(*split_address(server.address()))
         except Exception as error:  # noqa: BLE001  # torchft's errors have no common type
             # `from None`: the text of torchft's error may contain the secret.
             raise self._unreachable(CONNECT_SECONDS, error, url) from None
         self._replace_server(server)
-        self._opened_as = member
+        self._opened_member = member
         return member.replica_id
 
     def reopen(self, member: Member) -> str:
         """Open a seat under another name; on rank 0.
 
-        Returns an empty text if the lighthouse does not answer. Then the caller tries again.
+        Returns:
+            The name as a text; empty if the lighthouse does not answer. Then the caller tries
+            again.
         """
         try:
             return self.open(member)
@@ -327,19 +355,22 @@ class Seat:
             return ""
 
     def adopt_name(self, name: str) -> None:
-        """Use the name under which rank 0 has opened a seat."""
+        """Use the name under which rank 0 has opened a seat, on every rank.
+
+        Publishes the address of this rank's state server under the new name.
+        """
         self.member = Member.parse(name, self._token)
         key = address_key(self.member.unique, self._group_rank)
         self._store.set(key, add_seal(self._token, key, self._address))
 
     def leave(self) -> None:
-        """Stop this rank's server, and so the heartbeats. Another seat may be opened later."""
+        """Stop the heartbeats, until another seat is opened."""
         self._replace_server(None)
 
     def close(self) -> None:
         """Stop the heartbeats for good; any thread."""
         with self._lock:
-            self.closed = True  # `_replace_server` keeps no server from now on
+            self.closed = True  # From now on `_replace_server` stops each new server at once.
         if self._follower is not None:
             self._follower.close()
         self.leave()
@@ -348,15 +379,14 @@ class Seat:
         self,
         step: int,
         failures: int,
-        is_outdated: Callable[[Sequence[str]], bool] = _never,
+        is_outdated: Callable[[Sequence[str]], bool] = _never_outdated,
     ) -> Reply:
-        """Ask for a quorum, and wait for it without a limit. A collective.
+        """Request a quorum, and wait for it without a limit. A collective.
 
-        All ranks get the same answer, or the same error. The wait ends early only if the lighthouse
-        is gone or the group leaves.
+        All ranks get the same reply, or the same error.
 
         Args:
-            step: committed updates of this group.
+            step: committed updates in this group's state.
             failures: sent as `commit_failures`. Above 0, the quorum gets a new id.
             is_outdated: called on rank 0 with the names in the quorum; may block. If it returns
                 True, the quorum is requested again.
@@ -367,8 +397,8 @@ class Seat:
         """
         if not self._names:
             # After the first reply each rank builds a process group, and the other groups wait only
-            # a short time for it. So all ranks must be here before the first request.
-            self._control.rank0_decides((), lambda _: "all ranks are here")
+            # a short time for that. So let all ranks come here before the first request.
+            self._control.rank0_decides((), lambda _words: "all ranks are here")
 
         def ask() -> str:
             return self._ask_for_all(step, failures, is_outdated)
@@ -388,11 +418,11 @@ class Seat:
         failures: int,
         is_outdated: Callable[[Sequence[str]], bool],
     ) -> str:
-        """Ask for a quorum, and encode the reply for the other ranks; on rank 0.
+        """Request a quorum, and encode the reply for the other ranks; on rank 0.
 
         Returns:
-            JSON: {"reply": fields of a `Reply`}, where names = null stands for the former names; or
-            {"error": text}.
+            JSON: {"reply": [quorum_id, max_step, names, seconds, moved]} or {"error": text}. If the
+            names are those of the last reply, they are null.
         """
         moved = False
         try:
@@ -400,8 +430,8 @@ class Seat:
                 requested_at = time.monotonic()
                 reply = self._ask_until_answered(step, failures)
                 seconds = time.monotonic() - requested_at
-                # Clear the flag only if it was seen: the follower may move the seat between two
-                # lines. A move during `is_outdated` belongs to the next reply.
+                # Clear the flag only if it is set: the follower may set it at any moment. A move
+                # during `is_outdated` belongs to the next reply.
                 if self._moved:
                     self._moved = False
                     moved = True
@@ -416,9 +446,10 @@ class Seat:
         return json.dumps({"reply": [reply.quorum_id, reply.max_step, names, seconds, moved]})
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:
-        """Repeat the request until the announced lighthouse answers; on rank 0.
+        """Repeat the request until the lighthouse gives a valid answer; on rank 0.
 
-        After each `PROBE_SECONDS` without an answer, probe the lighthouse and log the wait.
+        After each `PROBE_SECONDS` without an answer, check that the lighthouse listens, and log the
+        wait.
 
         Raises:
             LighthouseError: the lighthouse does not answer, or this group has left.
@@ -426,7 +457,7 @@ class Seat:
         timeout = PROBE_SECONDS
         started = time.monotonic()
         next_log = started
-        deadline = started + timeout  # for a lighthouse that answers with errors
+        deadline = started + timeout  # A lighthouse may answer with errors until this time.
         answer = self._ask(step, failures)
         while not self.closed:
             try:
@@ -440,25 +471,25 @@ class Seat:
                 continue
             if isinstance(error, _MovedError):
                 deadline = time.monotonic() + timeout
-                answer = self._ask(step, failures)  # at once, at the new place
+                answer = self._ask(step, failures)  # Without a pause, at the new place.
                 continue
             if error is None:
                 reply = answer.result()
                 if self._is_valid(reply):
                     return reply
             elif time.monotonic() >= deadline:
-                self._give_up(timeout, error)
+                self._raise_unless_file(timeout, error)
                 deadline = time.monotonic() + timeout
             time.sleep(_REPEAT_SECONDS)
             answer = self._ask(step, failures)
         raise LighthouseError("this group has left the job")
 
     def _is_valid(self, reply: Any) -> bool:
-        """True if the announced lighthouse gave the reply, or if its members are unchanged.
+        """Return True if the reply comes from the lighthouse that is valid now.
 
-        A superseded lighthouse that was only slow still answers. It and its successor could each
-        give a quorum to some of the groups. Such a quorum always has other members than the last
-        one, so an unchanged reply needs no check.
+        A new lighthouse may have replaced one that was only slow, and still answers. Then each of
+        the two could give a quorum to some of the groups. Such a quorum has other members than the
+        last one. So a reply with the same members needs no check.
         """
         if self._follower is None or not self._lighthouse.is_file:
             return True
@@ -466,14 +497,14 @@ class Seat:
             return True
         return self._follower.check()
 
-    def _give_up(self, seconds: float, error: BaseException) -> None:
-        """Raise, because the lighthouse does not answer. If a file names it, only log that.
+    def _raise_unless_file(self, seconds: float, error: BaseException) -> None:
+        """Raise an error, because the lighthouse does not answer. With a file, log it instead.
 
-        With a file the group waits for a successor. A group that ended would take its state with
-        it, and Slurm may need minutes to start another lighthouse.
+        If a file gives the lighthouse's address, the group waits until a new lighthouse writes its
+        address. Slurm may need minutes to start one, and a group that ended would lose its state.
 
         Raises:
-            LighthouseError: no file names the lighthouse.
+            LighthouseError: the address is not given by a file.
         """
         lost = self._unreachable(seconds, error)
         if not self._lighthouse.is_file:
@@ -482,7 +513,9 @@ class Seat:
 
     def _ask(self, step: int, failures: int) -> Future[Any]:
         """Ask for a quorum once. The future gets torchft's reply, its error, or a `_MovedError`."""
-        with self._opening:  # so a request uses the client after a move, or `_move` ends it
+        # Under the lock, so that the request is made either before a move, which then ends it, or
+        # after the move with the new client.
+        with self._opening_lock:
             ask = partial(
                 self._client._quorum,
                 group_rank=0,
@@ -493,17 +526,17 @@ class Seat:
                 init_sync=False,
                 commit_failures=failures,
             )
-            self._request = call_aside(ask, "titan_ft_ask")
-            return self._request
+            self._pending_request = call_aside(ask, "titan_ft_ask")
+            return self._pending_request
 
     def _replace_server(self, successor: Any) -> None:
-        """Stop the heartbeats of this rank's server, and keep `successor` as the server."""
+        """Stop this rank's server and its heartbeats, and keep `successor` as the server."""
         with self._lock:
             stopped = [self._server]
             self._server = successor
             if self.closed:
-                # The group has left meanwhile. Stop the new server too: its heartbeats would make
-                # the other groups wait.
+                # The group has left meanwhile. Stop the new server as well, because its heartbeats
+                # would make the other groups wait.
                 stopped.append(successor)
                 self._server = None
         for server in stopped:
@@ -511,18 +544,23 @@ class Seat:
                 server.shutdown()
 
     def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
-        """Check that a lighthouse listens. If one does, it only waits for other groups.
+        """Check that the lighthouse listens. If it does, it only waits for other groups.
 
         Raises:
-            LighthouseError: nothing listens at the address, and no file names the lighthouse.
+            LighthouseError: see `_raise_unless_file`.
         """
         try:
             socket.create_connection(split_address(str(self._lighthouse)), CONNECT_SECONDS).close()
         except OSError as refused:
-            self._give_up(timeout, refused)
+            self._raise_unless_file(timeout, refused)
 
     def _log_wait(self, step: int, seconds: float, now: float) -> float:
-        """Log the wait for other groups. Return the time of the next such line."""
+        """Log the wait for other groups. Return the earliest time of the next such line.
+
+        Args:
+            seconds: duration of the wait so far.
+            now: the present monotonic time.
+        """
         if not strategy_of(self._config).has_long_rounds:
             logger.warning(
                 "no quorum after step %d for %.3g s: waiting for other groups",
