@@ -611,7 +611,7 @@ def report_forgets_older_accusers(patch: Patch) -> None:
         with lent(self, _members=self._accusers):
             return former(self, *args)
 
-    around(patch, partition.Partition, "_report", report)
+    around(patch, partition.Partition, "_open_seat_with_report", report)
 
 
 @mutation(kinds=("fork",), promises=("one trajectory",))

@@ -557,14 +557,16 @@ class ControlSockets:
         self._watch_writes(connection)
 
     def _extend_handshake(self, connection: ControlConnection) -> None:
-        """Extend the time for the handshake with the parent: its host has accepted the connection."""
+        """Extend the time for the handshake with the parent: its host has accepted the
+        connection."""
         is_dial = connection.dialed is not None and connection in self._unproved
         if is_dial and not connection.is_accepted:
             connection.is_accepted = True
             self._unproved[connection] = time.monotonic() + PARENT_HANDSHAKE_SECONDS
 
     def _watch_writes(self, connection: ControlConnection) -> None:
-        """Let the selector report that the socket is writable, but only while there are unsent bytes."""
+        """Let the selector report that the socket is writable, but only while there are unsent
+        bytes."""
         waits_to_write = bool(connection.unsent)
         if connection.waits_to_write == waits_to_write:
             return

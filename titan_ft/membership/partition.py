@@ -1,20 +1,23 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A network that is dead between some groups while all of them reach the lighthouse.
+"""What a group does when it cannot reach some other groups, while all of them reach the lighthouse.
 
-A group handles it in this order:
+Such a network failure, a *partition*, does not show in the heartbeats. A *link* connects a rank
+with its counterpart in another group. A dead link is handled in this order:
 
-1. An exchange waits although all members send heartbeats. Each rank probes its links, and breaks
-   the exchange off if one of them is dead (`watch`).
-2. The ranks of the group vote "no", because of a dead link or twice in a row for any reason. Then
-   they find out together which groups they cannot reach, and rank 0 writes these into the group's
-   name at the lighthouse (`must_report`, `report_links`). The group at the other end of the link
-   reads that name, and reports what state it holds as well.
-3. All groups that read the names in the quorum find the same largest clique of groups that reach
-   each other (`protocol.member.admit`).
-4. A group outside the clique leaves the quorum and keeps its state. It probes its lost links until
-   they work again, or until the groups at their other ends are gone. Then it comes back under a
-   fresh name (`stay_outside`). On a leave request it leaves at once: the others need nothing of it.
+1. An exchange waits although all members send heartbeats. Each rank probes its links, and aborts
+   the exchange if one of them is dead (`watch`).
+2. The ranks of the group vote that the exchange failed. After a vote that failed because of a dead
+   link, or after two failed votes in a row for any reason, they find out together which groups they
+   cannot reach. Rank 0 writes these groups into the group's name at the lighthouse (`must_report`,
+   `report_links`). The groups at the other ends of the links read that name in the next quorum.
+   They report in their own names which step their state has.
+3. All groups that read the names in the quorum compute the same set of members: the largest set of
+   groups that all reach each other (`protocol.member.admit`).
+4. A group outside of this set stops its heartbeats and keeps its state. It probes its dead links
+   until they work again, or until the groups at their other ends are gone. Then it comes back with
+   a new name (`stay_outside`). If it gets a leave request, it leaves at once, because the other
+   groups do not wait for it.
 
 See docs/failures.md.
 """
@@ -44,25 +47,30 @@ from titan_ft.transfer.reach import Peer
 
 logger = logging.getLogger(__name__)
 
-_GROUPS_PER_DELAY = 16  # for each so many groups, ranks wait once more before they probe
-_PROBE_AFTER_FAILURES = 2  # votes in a row; any failure costs one
+# A rank waits before it probes: a fixed time, and once more this time for each so many groups.
+_GROUPS_PER_EXTRA_WAIT = 16
+# Failed votes in a row. A single failed vote is usual: a group has died.
+_PROBE_AFTER_FAILED_VOTES = 2
 _PAGE_PAUSE_SECONDS = 0.02  # between two reads of the lighthouse's page
 _PROBE_PAUSE_SECONDS = 1.0  # between two probes of a group that is outside
-_MIN_GOOD_PROBES = 2  # in a row, before a group comes back; doubled after each relapse
+# A group comes back after so many good probes in a row. If a link fails again soon after that (a
+# *relapse*), the number is doubled.
+_MIN_GOOD_PROBES = 2
 _MAX_GOOD_PROBES = 60
-_RELAPSE_SECONDS = 300.0  # a link that fails again within this time was not really back
+_RELAPSE_SECONDS = 300.0
 _LEAVE = "leave"
-"""The group's decision to leave, and a rank's word for it. No process has this unique name."""
+"""The word of a rank with a leave request, and rank 0's decision to leave. It stands among unique
+names of processes, and no process has this name."""
 _LEAVE_TOPIC = "outside/leave"
 _LEAVE_CHECK_SECONDS = 0.1  # pause between two checks for a leave request
 
 
 @dataclass(frozen=True)
 class _DeadLinks:
-    """The result of the watch in one exchange.
+    """The dead links that the watch has found in one exchange.
 
     Attributes:
-        prefix: of the exchange.
+        prefix: identifies the exchange (`Rendezvous.prefix`).
         processes: unique names of the members that this rank cannot reach.
     """
 
@@ -71,16 +79,16 @@ class _DeadLinks:
 
 
 class Partition:
-    """One rank's part in finding dead links, reporting them, and staying outside.
+    """Finds this rank's dead links, reports them, and lets the group wait outside of the quorum.
 
     `Membership` owns it. The quorum thread calls `must_report`, `report_links`, `stay_outside` and
     `note_quorum`. The training thread calls `before_vote` and `forget_dead_links`. The watch has a
-    thread of its own. Methods called a collective must be called on all ranks of the group.
+    thread of its own. Methods described as a collective must be called on all ranks of the group.
 
     Args:
         probe: returns the peers that cannot be reached, and why (see `reach.Probe`).
-        leave_requested: returns True if this rank has been asked to leave.
-        lighthouse: its address.
+        leave_requested: returns True if this rank has got a leave request (SIGTERM).
+        lighthouse: address of the lighthouse.
     """
 
     def __init__(
@@ -105,14 +113,14 @@ class Partition:
         self._leave_requested = leave_requested
         self._page = StatusPage(lighthouse)
         self._events = events
-        self._members: tuple[Member, ...] = ()  # of the last quorum
+        self._members: tuple[Member, ...] = ()  # members of the last quorum
         self._accusers: tuple[Member, ...] = ()  # members that report a dead link to this group
-        self._probed_prefix = ""  # of the exchange whose links the watch probed last
-        self._dead_links: _DeadLinks | None = None  # found by the watch
-        self._logged_unreachable: set[str] = set()  # at the last probe
-        self._num_votes = 0
-        self._required_good_probes = _MIN_GOOD_PROBES  # for the next return
-        self._returned_at = -math.inf
+        self._probed_prefix = ""  # prefix of the exchange whose links the watch probed last
+        self._dead_links: _DeadLinks | None = None  # the last ones that the watch has found
+        self._logged_unreachable: set[str] = set()  # processes without an answer in the last probe
+        self._num_votes = 0  # number of votes of the group so far
+        self._required_good_probes = _MIN_GOOD_PROBES  # before the group comes back the next time
+        self._returned_at = -math.inf  # time at which the group came back the last time
 
     # 1. While an exchange is under way
 
@@ -122,8 +130,8 @@ class Partition:
         Args:
             find_others: returns the other members of the exchange under way.
         """
-        # A probe also costs a healthy peer that is merely slow. So each pause is twice the one
-        # before.
+        # Probes also hit healthy peers that are merely slow. So probe seldom: each pause is twice
+        # as long as the one before.
         return Watch(
             "titan_ft_link_watch",
             self._find_first_pause,
@@ -133,17 +141,19 @@ class Partition:
 
     def _find_first_pause(self) -> float:
         """Return the seconds that an exchange may wait before this rank probes its links."""
-        num_delays = 1 + len(self._members) // _GROUPS_PER_DELAY
+        num_delays = 1 + len(self._members) // _GROUPS_PER_EXTRA_WAIT
         return SILENT_BEATS * self._heartbeat_timeout * num_delays
 
     def _find_dead_links(
         self,
         find_others: Callable[[], list[Member]],
     ) -> Callable[[], None] | None:
-        """Probe the members of the exchange under way. Return the action if some are unreachable.
+        """Probe the members of the exchange under way.
 
-        Two probes: a slow peer answers the first one, a busy peer answers the second one, and only
-        a dead network loses both.
+        Probes unreachable members a second time, because a busy peer may miss the first probe.
+
+        Returns:
+            The function that aborts the exchange, if some members are unreachable.
         """
         self._probed_prefix = self._rendezvous.prefix
         suspects = find_others()
@@ -152,10 +162,10 @@ class Partition:
             suspects = [member for member in suspects if member.unique in unreachable]
         if not suspects:
             return None
-        return partial(self._break_off, suspects)
+        return partial(self._abort_exchange, suspects)
 
-    def _break_off(self, unreachable: Sequence[Member]) -> None:
-        """Break off the exchange because of dead links. The group reports them after the vote."""
+    def _abort_exchange(self, unreachable: Sequence[Member]) -> None:
+        """Abort the exchange because of dead links. The group reports them after the vote."""
         slots = sorted(member.slot for member in unreachable)
         logger.warning("no way to groups %s: breaking off the exchange", slots)
         processes = sorted(member.unique for member in unreachable)
@@ -165,13 +175,17 @@ class Partition:
     # 2. After a failed vote
 
     def before_vote(self, ok: bool) -> None:
-        """Before a vote, notify all ranks if this rank votes "no" because of a dead link."""
+        """Before a vote, notify all ranks if the exchange failed here because of a dead link.
+
+        Args:
+            ok: True if the exchange worked on this rank.
+        """
         self._num_votes += 1
-        if not ok and self._find_known_dead() is not None:
+        if not ok and self._find_dead_in_last_exchange() is not None:
             self._control.send_note(self._dead_link_topic())
 
     def forget_dead_links(self) -> None:
-        """Forget the findings of the watch: the exchange worked nevertheless."""
+        """Forget the dead links that the watch has found, because the exchange worked after all."""
         self._dead_links = None
 
     def note_quorum(self, admission: Admission) -> None:
@@ -180,12 +194,12 @@ class Partition:
         self._accusers = admission.accusers
 
     def must_report(self, failures: int) -> bool:
-        """True if this group should find out which groups it can reach; the same on all ranks.
+        """True if this group should find out which groups it cannot reach; the same on all ranks.
 
         Args:
             failures: failed votes in a row.
         """
-        if self._accusers or failures >= _PROBE_AFTER_FAILURES:
+        if self._accusers or failures >= _PROBE_AFTER_FAILED_VOTES:
             return True
         return failures > 0 and self._control.read_note(self._dead_link_topic()) is not None
 
@@ -196,36 +210,39 @@ class Partition:
 
         Args:
             failures: failed votes in a row.
-            step: committed updates that the group holds.
+            step: committed updates in the group's state.
         """
         peers = [member for member in self._members if member != self._seat.member]
-        dead = self._find_known_dead()
-        if dead is None and failures >= _PROBE_AFTER_FAILURES:
+        dead = self._find_dead_in_last_exchange()
+        if dead is None and failures >= _PROBE_AFTER_FAILED_VOTES:
+            # Do not probe the accusers: the report names them in any case.
             dead = self._probe_members([peer for peer in peers if peer not in self._accusers])
-        # After one failed vote another rank has found a dead link, and need not wait for a probe
+        # If `dead` is still None, another rank has found a dead link. It need not wait for a probe
         # of this rank.
 
         def report(all_dead: set[str]) -> str:
-            return self._report(peers, all_dead, step)
+            return self._open_seat_with_report(peers, all_dead, step)
 
         server = self._control.rank0_decides(dead or (), report)
         if server:
             self._seat.adopt_name(server)
 
-    def _find_known_dead(self) -> list[str] | None:
-        """Return the processes that the watch found unreachable in the last exchange.
-
-        None if the watch found no dead link in it.
-        """
+    def _find_dead_in_last_exchange(self) -> list[str] | None:
+        """Return the processes that the watch found unreachable in the last exchange; None =
+        none."""
         dead_links = self._dead_links
         if dead_links is None or dead_links.prefix != self._rendezvous.prefix:
             return None
         return dead_links.processes
 
-    def _report(self, peers: Sequence[Member], dead: set[str], step: int) -> str:
-        """Open a seat whose name contains the dead links; on rank 0.
+    def _open_seat_with_report(self, peers: Sequence[Member], dead: set[str], step: int) -> str:
+        """Open a seat whose name reports the dead links; on rank 0.
 
-        Returns an empty text if the group's name contains all of them already.
+        Args:
+            dead: unique names of the processes that a rank of this group cannot reach.
+
+        Returns:
+            The new name; empty if the group's name reports all of these links already.
         """
         own = self._seat.member
         living = self._find_living(dead)
@@ -237,43 +254,52 @@ class Partition:
                 new_slots,
             )
             self._events.emit(LinkDead(slots=new_slots))
-        # A report replaces the former report. So it also names the links that only the other group
-        # has reported. Otherwise two groups could each withdraw the other's answer, and rename
-        # themselves without end.
+        # A report replaces the group's former report. So repeat in it each group that reports a
+        # dead link to this group. Otherwise two groups could in turn withdraw their reports of the
+        # same link, and rename themselves without end.
         unreachable.extend(member for member in self._members if member.has_reported(own))
         if all(own.has_reported(peer) for peer in unreachable):
             return ""
         return self._seat.reopen(own.reporting(step, unreachable))
 
     def _dead_link_topic(self) -> str:
-        # The topic has the vote's number. A rank that reads the note of one vote late must not find
-        # another rank's note about the next vote.
+        # The topic contains the number of the vote. A rank that reads it late must not take the
+        # note about the next vote for the note about this one.
         return f"lost/{self._num_votes}"
 
     # 4. Outside the largest clique
 
     def stay_outside(self, admission: Admission) -> None:
-        """Wait outside until this group reaches the groups it is cut off from, or they are gone.
+        """Wait until this group reaches the groups it is cut off from, or until they are gone.
 
         A collective. All ranks of the group keep their state meanwhile, and the training thread
         waits.
 
         Raises:
-            Leaving: a rank of the group has been asked to leave; on all ranks.
+            Leaving: a rank of the group has got a leave request; raised on all ranks.
         """
-        self._leave_quorum(admission)
+        self._stop_heartbeats(admission)
         cut_off = admission.cut_off
         num_good_probes = 0  # in a row
 
         def decide(words: set[str]) -> str:
+            """Return `_LEAVE`, the group's new name, or an empty text to probe once more.
+
+            Args:
+                words: the unreachable processes, and `_LEAVE` if a rank has a leave request.
+            """
             nonlocal num_good_probes
             if _LEAVE in words:
                 return _LEAVE
             num_good_probes += 1
-            if self._find_living(words):  # words are the unreachable processes
+            if self._find_living(words):
+                # An unreachable process sends heartbeats, so its link is still dead.
                 num_good_probes = 0
-            all_gone = all(member.unique in words for member in cut_off)
-            required = _MIN_GOOD_PROBES if all_gone else self._required_good_probes
+            all_unreachable = all(member.unique in words for member in cut_off)
+            required = self._required_good_probes
+            if all_unreachable:
+                # If such a probe is good, all of these groups are gone. Then no link can relapse.
+                required = _MIN_GOOD_PROBES
             if num_good_probes < required:
                 return ""
             return self._seat.reopen(self._seat.member.renamed(uuid.uuid4().hex))
@@ -296,13 +322,13 @@ class Partition:
     def _probe_outside(self, cut_off: Sequence[Member]) -> list[str]:
         """Probe the links to `cut_off` after a pause. A leave request of any rank ends it early.
 
-        Outside there is no vote after which the group could leave. A probe of links that lose
-        everything may take longer than `drain_timeout_seconds`. Without the early end, this rank
-        would end without having left in order, and its siblings would wait for its result.
+        A group outside of the quorum has no votes, after which a group leaves normally. And a probe
+        of links that lose all packets may take longer than `drain_timeout_seconds`. Without the
+        early end, this rank would be killed before it has left in order, and the other ranks would
+        wait for its result.
 
-        One rank's word suffices: rank 0 decides for the group, and the word only ends the probe.
-        `Drain.stops_waiting` needs the words of all ranks, because no rank decides there, and the
-        round that it waits for reaches each rank at another time.
+        The leave request of one rank is enough here, because rank 0 decides for the group, and the
+        request only ends the probe.
 
         Returns:
             The words of this rank for the decision: unreachable processes, or `_LEAVE`.
@@ -321,8 +347,9 @@ class Partition:
             self._control.pause(_LEAVE_CHECK_SECONDS)
         return probing.result()
 
-    def _leave_quorum(self, admission: Admission) -> None:
-        """Stop the heartbeats, because the others would wait for a group that sends some."""
+    def _stop_heartbeats(self, admission: Admission) -> None:
+        """Stop the heartbeats, because the other groups wait for each group that sends
+        heartbeats."""
         relapsed = time.monotonic() - self._returned_at < _RELAPSE_SECONDS
         if relapsed:
             self._required_good_probes = min(2 * self._required_good_probes, _MAX_GOOD_PROBES)
@@ -344,7 +371,8 @@ class Partition:
             self._seat.leave()
             return ""
 
-        # An agreement: when a rank joins it, that rank has had the last answer of the seat.
+        # As an agreement, so that rank 0 closes the seat only when all ranks have got the last
+        # reply of the seat.
         self._control.rank0_decides((), leave)
 
     # Reachable and living members
@@ -372,10 +400,10 @@ class Partition:
         return sorted(reasons)
 
     def _find_living(self, dead: set[str]) -> set[str]:
-        """Return the processes in `dead` that still send heartbeats; on rank 0.
+        """Return the unreachable processes that still send heartbeats; on rank 0.
 
-        A process that has ended or is frozen cannot be reached either, but sends no heartbeat. All
-        of `dead` are returned if the lighthouse does not answer.
+        A process that has ended or is frozen cannot be reached either, but sends no heartbeat. If
+        the lighthouse does not answer, returns all of `dead`.
         """
         started = time.monotonic()
         undecided = set(dead)
@@ -389,12 +417,12 @@ class Partition:
                 return dead
             ages = self._find_heartbeat_ages(page.heartbeats)
             for unique in list(undecided):
-                # A process without a line stays undecided: a lighthouse that was started again may
-                # not have heard from it yet.
+                # A process that the page does not show stays undecided: a restarted lighthouse may
+                # not have got a heartbeat from it yet.
                 age = ages.get(unique)
                 if age is None:
                     continue
-                if age < elapsed:  # it has sent a heartbeat since this search started
+                if age < elapsed:  # The process has sent a heartbeat since this search began.
                     living.add(unique)
                     undecided.discard(unique)
                 elif age > self._heartbeat_timeout:
@@ -405,7 +433,8 @@ class Partition:
     def _find_heartbeat_ages(self, heartbeats: dict[str, float]) -> dict[str, float]:
         """Return the seconds since each process's last heartbeat, by its unique name.
 
-        A process that has just changed its name has two lines, of which the younger one counts.
+        A process that has just changed its name stands on the page twice. The younger heartbeat
+        counts.
         """
         ages: dict[str, float] = {}
         for name, seconds in heartbeats.items():

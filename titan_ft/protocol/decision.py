@@ -27,6 +27,9 @@ A `Verdict` has a tuple of members for each of these terms:
     opening        ready; has just applied an update, and is here only for groups that missed it
     unfinished     ready; has more local steps to make (semi-synchronous methods)
 
+With a semi-synchronous method, such as DiLoCo, a group makes several *local steps* with its own
+optimizer before each exchange. With the synchronous method, every step ends with an exchange.
+
 A member is identified by its *rank* in the quorum in these tuples, and by its *slot* (its number in
 the job) in texts and decisions.
 
@@ -264,8 +267,8 @@ def _decide_start(round_: Round, config: FaultTolerance) -> Decision:
     The group waits until all groups are present, or until `start_timeout_seconds` are over.
     """
     if is_update(round_, config):
-        # The others have started without this group, and apply this round's update. This group has
-        # no gradients in the update and cannot apply it, so it fetches the state after it.
+        # The others have started without this group, and apply this round's update. This group does
+        # not take part in the update, so it fetches the state after it.
         return StartHeal()
     num_present = len({row.slot for row in round_.rows})
     # Use the longest wait in the rows, not this group's own: all groups read the same rows, so all

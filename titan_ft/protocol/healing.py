@@ -137,8 +137,8 @@ class Healing:
     Attributes:
         max_queued: number of updates for which the joiner has memory (`Heal._agree_on_queue`).
         failures: number of attempts of this heal that failed.
-        has_dropped_for_newer: `drop_for_newer` was used once. The caller uses it only once in a heal,
-            because a slow transfer might never end otherwise. If the queue is full again, the
+        has_dropped_for_newer: `drop_for_newer` was used once. The caller uses it only once in a
+            heal, because a slow transfer might never end otherwise. If the queue is full again, the
             other groups wait for the joiner.
         last_donor: slot after which the next donor is sought: the first donor of the latest
             attempt, or this group's own slot before the first attempt.

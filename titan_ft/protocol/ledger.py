@@ -5,8 +5,8 @@
 The data is cut into `group_size` *slots*. Slot r is the share of replica group r. A *reader* is a
 group that trains on, and reads the data of one or more slots.
 
-1. In each exchange, a group sends *entries*: which batches of which slots its gradients are made of,
-   and the states of the loaders after these batches.
+1. In each exchange, a group sends *entries*: which batches of which slots its gradients are made
+   of, and the states of the loaders after these batches.
 2. After each committed update, every live group enters these batches in its ledger. Joiners get the
    ledger with the state, and checkpoints contain it.
 3. So the next reader of a slot continues exactly after the last committed batch. It may be another
