@@ -468,7 +468,7 @@ class Rank:
             came, began = kernel.now, self._began
 
             def note(quorum: Quorum) -> None:
-                times = (quorum.asked, quorum.answered, quorum.ready)
+                times = (quorum.requested_at, quorum.answered_at, quorum.connected_at)
                 asked, answered, ready = (
                     (at - self.process.clock) / self.process.rate for at in times
                 )

@@ -397,7 +397,7 @@ class Rounds:
             exchanged = self._finish_exchange(self._report(contribution, use, started))
             if use is GradientUse.OPEN:
                 # In an opening round this group has no part of its own: it was ready when it asked.
-                self.waits.start_wait(quorum.asked)
+                self.waits.start_wait(quorum.requested_at)
             else:
                 self.waits.start_wait(started)
             if not self._vote(exchanged.made):
@@ -413,8 +413,8 @@ class Rounds:
         self.waits.record_success(
             made.rows,
             quorum.rank,
-            quorum.answered,
-            quorum.ready,
+            quorum.answered_at,
+            quorum.connected_at,
             quorum.processes,
             self._position.left,
         )

@@ -342,7 +342,7 @@ class ReplicaDimension:
                         if slots:
                             contribution = contribution.plus(train(slots))
                 case decisions.ExcludeGradients():
-                    use = use_after_wait = GradientUse.LEAVE_OUT
+                    use = use_after_wait = GradientUse.EXCLUDE
                 case decisions.ForceGradients():
                     use = use_after_wait = GradientUse.FORCE
                 case decisions.TakeOverSlots(slots):

@@ -621,16 +621,16 @@ class Membership:
         members_digest = hashlib.sha256(unique_names.encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{members_digest}"
         error: str | None = None
-        ready_at = reply.received_at
+        connected_at = reply.received_at
         if not accepted.admission.settled:
             # Do not raise: all groups of the quorum make this exchange, which fails at once. They
             # vote, and repeat the exchange in the next quorum.
             error = "groups that cannot reach each other have yet to report what they hold"
         elif key != self._rendezvous.key:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
-            ready_at = time.monotonic()
+            connected_at = time.monotonic()
             if error is None:
-                self._note_joined(accepted, step, ready_at)
+                self._note_joined(accepted, step, connected_at)
         max_step = reply.max_step
         has_strangers = len(members) < len(reply.replica_ids)
         if has_strangers:
@@ -645,17 +645,17 @@ class Membership:
             members,
             max_step,
             error=error,
-            asked=accepted.requested_at,
-            answered=reply.received_at,
-            ready=ready_at,
+            requested_at=accepted.requested_at,
+            answered_at=reply.received_at,
+            connected_at=connected_at,
         )
 
-    def _note_joined(self, accepted: _AcceptedQuorum, step: int, ready_at: float) -> None:
+    def _note_joined(self, accepted: _AcceptedQuorum, step: int, connected_at: float) -> None:
         """Remember and report that a new process group is built."""
         members = accepted.admission.members
         received_at = accepted.reply.received_at
         if len(members) > 1:
-            self._connecting_seconds = ready_at - received_at
+            self._connecting_seconds = connected_at - received_at
         self._note_counterparts(members)
         self._events.emit(
             Joined(
@@ -663,7 +663,7 @@ class Membership:
                 participants=[member.slot for member in members],
                 step=step,
                 quorum_seconds=received_at - accepted.requested_at,
-                rebuild_seconds=ready_at - received_at,
+                rebuild_seconds=connected_at - received_at,
             )
         )
 

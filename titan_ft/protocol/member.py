@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A replica group's name at the lighthouse, and the choice of a quorum's members by their names.
 
-A lighthouse admits every process that asks, and believes any step that a process claims. So each
-group chooses its peers in the reply by their names: the same job, the same config, the newest
-process of each slot.
+A quorum from the lighthouse is a list of names. The lighthouse admits every process that asks, and
+believes any step that a process claims. So each group chooses its peers from the list by itself: of
+each slot the newest process, if it has the same job and the same config as this group. The name
+contains all facts that this choice needs.
 
-All members read the same reply, even if they cannot reach each other. So a name also lists the
-groups that its own group cannot reach, and each member computes the same largest set of groups that
-all reach each other.
+All members read the same list, even if some of them cannot reach each other. So a name also
+contains a *report* of the groups that its own group cannot reach. From the reports, all members
+compute the same largest set of groups that all reach each other.
 
-A name ends with a seal, which only a process with the run's token can make. A name with another
-seal, or without one, is set aside. It may claim any age, job and slot, and could end every group.
+A name ends with a seal, which only a process with the run's token can make. A name without a valid
+seal is ignored: it may claim any age, job and slot, and could make every group end.
 
 See docs/membership.md.
 """
@@ -37,24 +38,25 @@ from titan_ft.system.seal import is_seal, seal
 from titan_ft.system.text import printable
 
 GroupProcess: TypeAlias = tuple[int, float]
-"""One attempt of a replica group: its slot, and its start in Unix seconds. Its name may change."""
+"""One attempt of a replica group: its slot, and its start in Unix seconds. Unlike the name of the
+group, it does not change during the attempt."""
 
-_PREFIX = "titan_ft"  # of all names
+_PREFIX = "titan_ft"  # prefix of all names
 _ID_SEPARATOR = "/"
-_NAME_LETTERS = 100  # of a name in an error
-_SHORT_LENGTH = 8  # characters of a process's unique name in a report
+_NAME_LETTERS = 100  # number of letters of a name that an error shows
+_SHORT_LENGTH = 8  # number of characters of a process's unique name in a report
 _SEAL_PURPOSE = "member"
 UNSEALED = "its name has no valid seal: a stranger's, or another TITAN_FT_TOKEN or titan_ft version"
-"""Why a name is set aside unread. All such names have the same reason."""
+"""The reason for which a name without a valid seal is ignored."""
 
 
 @dataclass(frozen=True)
 class LostLinks:
-    """The part of a name that lists the groups which its group cannot reach.
+    """The report in a name: the groups that the name's group cannot reach.
 
     Attributes:
         step: committed updates in the group's state; 0 = the group must heal.
-        dead: `Member.short` of the groups that it cannot reach, sorted.
+        dead: `Member.short` of the groups that cannot be reached, sorted.
     """
 
     step: int
@@ -68,11 +70,12 @@ class Member:
     Attributes:
         slot: the group's slot.
         started: start of the group's process, in Unix seconds.
-        unique: differs for each process.
+        unique: a text that differs for each process. A process also gets another one when it comes
+            back after dead links (`renamed`).
         config: hex hash of the settings that must be equal in all groups.
         job: the job's name; may be empty.
         store: host:port of the group's TCPStore.
-        shape: everything else that must be equal (see `titan_ft.protocol.shape`).
+        shape: everything else that must be equal in all groups (see `titan_ft.protocol.shape`).
         edition: number of times that this process has changed its name.
         report: the groups that this group cannot reach; None = it has nothing to report.
         token: the run's shared secret, which seals the name. It is not a part of the name.
@@ -113,7 +116,7 @@ class Member:
         return _ID_SEPARATOR.join((text, seal(self.token, _SEAL_PURPOSE, text)))
 
     @staticmethod
-    @functools.lru_cache(maxsize=4096)  # each step brings the same names, one of every group
+    @functools.lru_cache(maxsize=4096)  # Each step brings the same names, one for each group.
     def parse(replica_id: str, token: str) -> Member:
         """Decode `replica_id`.
 
@@ -145,7 +148,7 @@ class Member:
             )
         except (ValueError, IndexError):
             raise malformed from None
-        # Each member has one name only, and its start can be compared.
+        # Refuse other spellings of the same values, and a start that is infinite or not a number.
         if member.replica_id != replica_id or not math.isfinite(member.started):
             raise malformed
         return member
@@ -162,7 +165,7 @@ class Member:
 
     @property
     def short(self) -> str:
-        """The name of this process in reports."""
+        """The beginning of `unique`, by which other groups' reports name this process."""
         return self.unique[:_SHORT_LENGTH]
 
     def reporting(self, step: int, dead: Iterable[Member]) -> Member:
@@ -203,14 +206,14 @@ class Quorum:
 
     Attributes:
         key: name of this quorum among all quorums of the job.
-        rank: of this group, in the process group's order.
-        members: in the process group's order.
+        rank: number of this group in the process group.
+        members: the groups in the quorum, in the order of their ranks.
         max_step: largest number of committed updates that a member reported.
         error: why the process group could not be built; None = it was built. After an error the
             exchange fails at once, and is repeated in the next quorum.
-        asked: time of this rank's request, in seconds of this process's clock.
-        answered: time of the lighthouse's answer, by the same clock.
-        ready: time at which the process group was built, by the same clock.
+        requested_at: time of this rank's request, in seconds of this process's clock.
+        answered_at: time of the lighthouse's answer, by the same clock.
+        connected_at: time at which the process group was built, by the same clock.
     """
 
     key: str
@@ -218,9 +221,9 @@ class Quorum:
     members: tuple[Member, ...]
     max_step: int
     error: str | None = None
-    asked: float = field(default=0.0, compare=False)
-    answered: float = field(default=0.0, compare=False)
-    ready: float = field(default=0.0, compare=False)
+    requested_at: float = field(default=0.0, compare=False)
+    answered_at: float = field(default=0.0, compare=False)
+    connected_at: float = field(default=0.0, compare=False)
 
     @property
     def slots(self) -> list[int]:
@@ -235,18 +238,17 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Admission:
-    """The members of a lighthouse's quorum that make the exchange.
+    """The groups of a lighthouse's quorum that make the exchange, as each of them computes it.
 
     Attributes:
-        members: the groups of this job, in rank order. Each group computes the same list by itself.
-            If some groups cannot reach each other, the list is the largest set of groups that all
-            reach each other, and this group may be missing in it.
-        strangers: names that are set aside, each with the reason. A process that was replaced is
-            neither a member nor a stranger.
+        members: the groups of this job, in rank order. If some groups cannot reach each other, this
+            is the largest set of groups that all reach each other. Then this group may be missing.
+        strangers: names of other jobs, configs or tokens, each with the reason. A process that was
+            replaced by a newer one of its slot is neither a member nor a stranger.
         cut_off: the groups that this group cannot reach, by its own report or by theirs.
         accusers: the groups in `cut_off` that this group's own report does not name.
-        settled: False = a group that another one cannot reach has not reported its step yet. Then
-            `members` are all groups, and make no exchange.
+        settled: False if one end of a dead link has not reported its step yet. Then `members` are
+            all groups, and they cannot make an exchange.
     """
 
     members: tuple[Member, ...]
@@ -257,13 +259,15 @@ class Admission:
 
 
 def admit(own: Member, replica_ids: Iterable[str], *, is_first: bool = False) -> Admission:
-    """Choose the members that `own` exchanges with, by the names in a quorum.
+    """Choose the members for an exchange of `own`, by the names in a quorum.
 
-    The job, config and shape of the oldest process are the right ones: newcomers must not outvote
-    the group that has the state. The newer one of two processes of a slot counts.
+    The oldest process has the right job, config and shape. A majority does not decide, because many
+    newcomers must not outvote the group that has the state. Of two processes of one slot, the newer
+    one is chosen.
 
     Args:
-        is_first: the quorum is the first one of `own`.
+        replica_ids: the names in the quorum.
+        is_first: True if this is the first quorum of `own`.
 
     Raises:
         UnknownTokenError: in its first quorum, `own` would start alone beside groups of another
@@ -303,7 +307,7 @@ def admit(own: Member, replica_ids: Iterable[str], *, is_first: bool = False) ->
     if not dead:
         return Admission(members, strangers)
     unreachable = dead.get(members.index(own), set())
-    cut_off = tuple(members[place] for place in sorted(unreachable))
+    cut_off = tuple(members[index] for index in sorted(unreachable))
     accusers = tuple(member for member in cut_off if not own.has_reported(member))
     settled = _have_both_ends_reported(members, dead)
     if settled:
@@ -328,11 +332,11 @@ def _find_mismatch(own: Member, member: Member) -> str:
 def _have_both_ends_reported(members: Sequence[Member], dead: Mapping[int, Set[int]]) -> bool:
     """Return True if both ends of each dead link have reported it.
 
-    Before that, no group may decide which groups go on: the one that has not reported its step yet
-    may hold the only state.
+    Before that, the groups cannot decide which of them continue: a group that has not reported its
+    step yet may have the only state.
     """
-    for place, others in dead.items():
-        report = members[place].report
+    for index, others in dead.items():
+        report = members[index].report
         if report is None:
             return False
         names = {members[other].short for other in others}
@@ -345,21 +349,21 @@ def dead_links(members: Sequence[Member]) -> dict[int, set[int]]:
     """Return which members cannot reach each other, because one of the two has reported it.
 
     Returns:
-        For the place of a member in `members`, the places of those that it cannot reach. Members
-        without a dead link have no entry. Places and not members, because a mesh of 300 groups has
-        45,000 links, and it takes long to hash a member.
+        For the index of a member in `members`, the indices of those that it cannot reach. Members
+        without a dead link have no entry. These are indices and not members, because 300 groups
+        have 45,000 links, and it takes long to hash a member.
     """
-    places = {member.short: place for place, member in enumerate(members)}
+    indices = {member.short: index for index, member in enumerate(members)}
     dead: dict[int, set[int]] = {}
-    for place, member in enumerate(members):
+    for index, member in enumerate(members):
         if member.report is None:
             continue
         for short in member.report.dead:
-            other = places.get(short)
-            if other is None or other == place:
+            other = indices.get(short)
+            if other is None or other == index:
                 continue
-            dead.setdefault(place, set()).add(other)
-            dead.setdefault(other, set()).add(place)
+            dead.setdefault(index, set()).add(other)
+            dead.setdefault(other, set()).add(index)
     return dead
 
 
@@ -367,14 +371,15 @@ def largest_clique(
     members: Sequence[Member],
     dead: Mapping[int, Set[int]],
 ) -> tuple[Member, ...]:
-    """Return the members that go on without the dead links: all of them reach each other.
+    """Return the best set of members that all reach each other.
 
-    Of all sets of such members, the result is the first one by these rules:
+    The rules for the best set. Each rule decides only if the rules before it leave several sets:
 
-    1. Most members hold the job's state. A state with one update less than the latest counts as
-       well: a group whose exchange worked while it broke for the others must not halt all of those.
+    1. Most members have the job's state. A state with one update less than the latest counts as the
+       job's state as well. Suppose that an exchange worked for one group and broke for the others.
+       Then this one group must not exclude all of the others.
     2. The set has most members.
-    3. Most members hold the very latest state.
+    3. Most members have the very latest state.
     4. The members have the lowest slots.
 
     Args:
@@ -382,41 +387,42 @@ def largest_clique(
         dead: from `dead_links`. Each member with a dead link has a report.
     """
     steps: dict[int, int] = {}
-    for place in sorted(dead):
-        report = members[place].report
+    for index in sorted(dead):
+        report = members[index].report
         assert report is not None, "both ends of each dead link have reported it"
-        steps[place] = report.step
+        steps[index] = report.step
     latest = max(steps.values())
-    # The first three rules are the digits of one number. Each digit has room for the sum over all
-    # members, so the first digit that differs decides.
+    # A member's weight is a number of three digits, one for each of the first three rules. The
+    # weight of a set is the sum over its members. The base is so large that no digit overflows in
+    # the sum. So of two sets, the first digit that differs decides.
     base = len(steps) + 1
     weights: dict[int, int] = {}
-    for place, step in steps.items():
+    for index, step in steps.items():
         holds = _holds_state(step, latest)
         is_latest = step == latest
-        weights[place] = (holds * base + 1) * base + is_latest
+        weights[index] = (holds * base + 1) * base + is_latest
     dropped = set(dead).difference(find_heaviest(weights, dead))
-    return tuple(member for place, member in enumerate(members) if place not in dropped)
+    return tuple(member for index, member in enumerate(members) if index not in dropped)
 
 
 def _holds_state(step: int, latest: int) -> bool:
-    """Return True if a group after `step` updates holds the job's state.
+    """Return True if a state after `step` updates counts as the job's state.
 
     Args:
         latest: largest number of updates of a group.
     """
-    # A group without an update must heal, unless the job has made none.
+    # A group at step 0 must heal, unless the job has made no update.
     if step == 0 and latest > 0:
         return False
     return step >= latest - 1
 
 
 def _check_token(own: Member, groups: Sequence[Member], unsealed: Iterable[str]) -> None:
-    """Refuse to begin alone beside groups whose names cannot be verified.
+    """Refuse to start alone beside groups whose names cannot be verified.
 
-    A group with another token would train a second job, and save into the same folder of
-    checkpoints. A group that trains, or that meets another group of its job, goes on: a stranger
-    without the token must not end it.
+    These groups may belong to the same run, with another token. Then this group would train a
+    second time, and save into the same folder of checkpoints. If this group meets another group of
+    its job, it continues: a stranger without the token must not be able to end it.
     """
     if any(member.slot != own.slot for member in groups):
         return

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's place in the job: its state, its activity, and its knowledge of the other groups.
+"""A group's position: the facts about its state, its activity and the other groups.
 
-See docs/design.md, "Four values".
+The position is the input of the group's decisions (`decision.py`), and the source of the rows that
+it sends to the other groups in each round. See docs/design.md, "Four values".
 """
 
 from __future__ import annotations
@@ -17,41 +18,42 @@ from titan_ft.protocol.row import Standing
 
 @dataclass
 class Position:
-    """One group's place in the job, as its row shows it to the others. Equal on all of its ranks.
+    """The facts about one group that all of its ranks know. Equal on all ranks of the group.
 
     `Rounds`, `ReplicaDimension`, `Heal` and the checkpoints call the methods, on the training
-    thread. Other code may read the fields, and must not write them. All ranks of a group call the
+    thread. Other code may read the fields, but must not write them. All ranks of a group call the
     same methods in the same order, with values that they have agreed on.
 
-    Each method is one event, such as a round or the end of a heal. It changes all fields that the
-    event concerns. So the class is not split into parts with one writer each. A round that breaks
-    changes `broken_rounds` alone.
+    Each method records one event, such as a round or the end of a heal, and changes all fields that
+    the event concerns. A round that breaks changes only `broken_rounds`.
     """
 
     # The state.
     step: int = 0  # committed updates in the state
-    lineage: int = 0
-    digest: int = 0  # of the state's bytes; 0 = not taken since the last update
-    corrupt: bool = False  # the bytes are wrong: the group needs a donor's state
-    saved_corrupt: bool = False  # the group must withdraw its checkpoints after `agreed_step`
+    lineage: int = 0  # hash of the exchanges that made the state (`row.descend`)
+    digest: int = 0  # hash of the state's bytes; 0 = not computed since the last update
+    corrupt: bool = False  # the state's bytes are wrong: the group must fetch a donor's state
+    # The group must withdraw its checkpoints of steps after `agreed_step`.
+    saved_corrupt: bool = False
 
     # The group's activity.
     standing: Standing = Standing.READY  # before training, every initial state is the job's
-    training: bool = False  # the job's first step has begun, as far as this group knows
+    # The job's first step has begun, as far as this group knows. True from then on.
+    training: bool = False
     leaving: bool = False  # the ranks have agreed to leave: the group requests no more quorums
-    broken_rounds: int = 0  # number of broken rounds since the last one that worked
-    # How long the group has waited for the job's first step, by the group's clock. 0 while groups
-    # live outside of the quorum.
+    broken_rounds: int = 0  # number of broken rounds since the last round that worked
+    # Time that the group has waited for the job's first step, by the group's clock. It stays 0
+    # while a living group is not in the quorum.
     waited_seconds: float = 0.0
-    exclusions: int = 0  # number of steps in a row that were made without this group's gradients
+    exclusions: int = 0  # number of steps in a row that excluded this group's gradients
 
     # The heal under way, as `show_heal` copies it from `Healing`.
     donor: int = NO_DONOR  # slot of the donor that the row names
     from_step: int = 0  # committed updates in the state that the donor serves
-    # Committed updates in the fetched state after its replay; 0 = no state is fetched.
+    # Committed updates in the fetched state after its replay; 0 = the fetch has not ended.
     target: int = 0
-    others_wait: bool = False  # the others hold their next update for this group
-    no_holder_seconds: float = 0.0  # time without a sign of a holder, by the group's clock
+    others_wait: bool = False  # the other groups hold back their next update for this group
+    no_holder_seconds: float = 0.0  # time since the last sign of a holder, by the group's clock
 
     # Knowledge from the rows of all groups.
     seen_step: int = 0  # largest number of committed updates of any group
@@ -60,7 +62,8 @@ class Position:
     peers: tuple[int, ...] = ()  # slots of the groups that were ready in the last round
     # Slots of the groups that held the job's state in the last round, and had started to train.
     keepers: tuple[int, ...] = ()
-    left: set[int] = field(default_factory=set)  # slots that left in order; may differ by rank
+    # Slots of the groups that left in order. This may differ between the ranks of the group.
+    left: set[int] = field(default_factory=set)
 
     @property
     def claimed_step(self) -> int:
@@ -76,11 +79,12 @@ class Position:
 
     @property
     def newest_step(self) -> int:
-        """If another group has more updates than this, this group no longer claims the job's state.
+        """If another group has more updates than this number, this group no longer claims the job's
+        state.
 
-        A group that trains still claims it if another group is one update ahead. The exchange may
-        have been complete for the other group, and broken for the rest. Then the rows settle which
-        groups heal.
+        A group that trains still claims the job's state if another group is one update ahead: the
+        last exchange may have worked for the other group, and have broken for the others. Then the
+        rows of the next round decide which groups heal (`judge`).
         """
         if self.training:
             return self.step + 1
@@ -93,7 +97,7 @@ class Position:
         self.broken_rounds += 1
 
     def observe(self, made: Round) -> None:
-        """Update the group's knowledge by the rows of a round that worked."""
+        """Record the facts that the rows of a round show. The round has worked."""
         verdict, rows = made.verdict, made.rows
         self.broken_rounds = 0
         self.seen_step = max(self.seen_step, *(row.seen_step for row in rows))
@@ -101,12 +105,12 @@ class Position:
         self.left -= {row.slot for row in rows}
         self.left |= {row.slot for row in rows if row.leaving}
         self.peers = tuple(made.slots(verdict.ready))
-        # A group that has loaded a checkpoint and has not started does not count: it misses the
-        # next update of the others, and must heal.
+        # A group that has loaded a checkpoint and has not started is no keeper: it misses the next
+        # update of the others, and must heal.
         self.keepers = tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)
         if verdict.corrupt:
-            # A corrupt group may have written the checkpoints since the last agreement. So they do
-            # not count, and a sound group saves again.
+            # A corrupt group may have written the checkpoints since the step at which all holders
+            # last agreed. So these checkpoints do not count, and a sound group saves again.
             self.saved_step = min(self.saved_step, self.agreed_step)
             if made.quorum.rank in verdict.corrupt:
                 self.corrupt = self.saved_corrupt = True
@@ -115,8 +119,10 @@ class Position:
         self._drop_saves_ahead(made)
 
     def _drop_saves_ahead(self, made: Round) -> None:
-        """Do not count checkpoints of updates that the job goes back from. Their writer withdraws
-        them.
+        """Do not count checkpoints of updates that are not part of the job any more.
+
+        This happens if an exchange worked only for a few members, and the job continues from the
+        state before that update. The group that wrote such a checkpoint withdraws it.
         """
         verdict = made.verdict
         if verdict.tie:

@@ -1,8 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's report in a round, from which the exchange's thread makes the group's row and message.
+"""A group's report in a round, from which the group's row is made.
 
-See docs/exchange.md.
+In each exchange a group sends a `Row` of facts, and a message with the batches that it has trained.
+The training thread knows most of the facts when it starts the exchange, and passes them on as a
+`RoundReport`. The exchange's thread (`Flight`) adds the others at the end of the exchange, and gets
+the row and the message from `RoundReport.complete`. See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -18,20 +21,20 @@ from titan_ft.protocol.row import Row, Standing, Why
 
 @dataclass(frozen=True)
 class Contribution:
-    """This rank's part of an update besides its gradients.
+    """Facts about this rank's gradients and the batches that they are made of.
 
     Attributes:
-        valid_tokens: the whole group's tokens with a label that its loss counts.
+        valid_tokens: the whole group's tokens that have a label and count in its loss.
         tokens: all tokens of the whole group.
-        loss: the group's loss sum / nominal tokens of a step of all groups.
+        loss: sum of the group's losses, divided by the tokens of a step with all groups.
         max_loss: largest mean loss of one of the group's ranks.
-        seconds: time that the group's slowest rank spent on its part.
+        seconds: time that the group's slowest rank spent on its own computation.
         entries: the batches that this rank has trained.
-        unfinished: the group has local steps left. It makes them, unless other groups have made all
-            of theirs.
-        has_earlier_changes: the group gives changes of earlier rounds, although it trained none of
-            this round's batches.
-        activity: the activity that took most of the group's time.
+        unfinished: the group has more local steps to make. It makes them, unless other groups have
+            made all of theirs. Semi-synchronous methods only.
+        has_earlier_changes: the group has trained no batch for this update, but gives changes of
+            its weights from before. Semi-synchronous methods only.
+        activity: the activity that took most of the group's time before the exchange.
     """
 
     valid_tokens: int = 0
@@ -70,9 +73,10 @@ class GradientUse(enum.Enum):
 
     GIVE = enum.auto()
     HOLD_BACK = enum.auto()  # keeps them, because the step cannot be committed now
-    LEAVE_OUT = enum.auto()  # keeps them, because they are not finite
+    EXCLUDE = enum.auto()  # gives none, because its own are not finite
     FORCE = enum.auto()  # gives them although they are not finite, because no group has finite ones
-    OPEN = enum.auto()  # has none yet: the round is for groups that missed the last update
+    # Has none yet: this *opening* round is made only for groups that missed the last update.
+    OPEN = enum.auto()
 
     @property
     def gives(self) -> bool:
@@ -90,19 +94,19 @@ class LeaveRequest(Protocol):
 
 @dataclass(frozen=True)
 class RoundReport:
-    """A group's report to one round. `complete` adds the quorum's answer and the times.
+    """The facts that a group knows before an exchange.
 
     Attributes:
-        facts: the group's row without its contribution, and with its claim to the job's state.
-        contribution: the group's part of the update.
+        facts: the group's row, still without the facts about its gradients and about the quorum.
+        contribution: facts about the group's gradients.
         use: the use that the group makes of its gradients.
-        newest_step: if a member has more updates than this, the claim does not hold
-            (`Position.newest_step`).
-        idle_since: time at which this rank had nothing left to do but wait, in seconds of its
+        newest_step: the group claims to have the job's state. If a member of the quorum has more
+            updates than this, the row does not show this claim (`Position.newest_step`).
+        idle_since: time from which on this rank only waits for the exchange, in seconds of its
             clock; infinite if it trains while the exchange is under way.
-        joining_reason: why the others wait for this group, if it lacks the state.
-        leave: says whether this rank got a leave request. It is read when the row is made, after
-            the gradients have been summed. So this row shows a late SIGTERM as well.
+        joining_reason: the reason why the others wait for this group, if it lacks the state.
+        leave: tells whether this rank got a leave request. It is read at the end of the exchange,
+            after the gradients have been summed. So the row shows a late SIGTERM as well.
     """
 
     facts: Row
@@ -117,19 +121,20 @@ class RoundReport:
         """Return this member's row and message. The exchange's thread calls this.
 
         Args:
-            gave: this rank's gradients are in the sums.
-            ready_at: when this rank's part of the exchange was ready, in seconds of its clock.
+            gave: True if this rank's gradients are in the sums.
+            ready_at: time at which this rank's gradients were ready, in seconds of its clock.
         """
         facts = self.facts
         opens = self.use is GradientUse.OPEN
+        # If another member has more updates, this group missed an update, and must heal.
         claim_holds = facts.has_state and quorum.max_step <= self.newest_step
         has_gradients = not self.contribution.is_empty
         holds_back = claim_holds and self.use is GradientUse.HOLD_BACK and has_gradients
-        # A group that holds its gradients back still reports its tokens, so that the others know
-        # that the step can be committed with them.
-        given = NOTHING
+        reported = NOTHING
         if gave or holds_back:
-            given = self.contribution
+            # Also a group that holds its gradients back reports their tokens. From this the others
+            # know that the step can be committed when the group gives them.
+            reported = self.contribution
         trains = bool(facts.training and claim_holds)
         standing = facts.standing
         if facts.has_state and not claim_holds:
@@ -137,28 +142,28 @@ class RoundReport:
         activity = self.joining_reason
         if trains:
             activity = self.contribution.activity
-        # In an opening round this group has no part of its own: it was ready when it asked.
         if opens:
-            ready_at = quorum.asked
-        ready = max(quorum.ready, ready_at)
+            # In an opening round this group has no gradients, so it was ready at its request.
+            ready_at = quorum.requested_at
+        all_ready_at = max(quorum.connected_at, ready_at)
         row = replace(
             facts,
             standing=standing,
-            valid_tokens=given.valid_tokens,
-            tokens=given.tokens,
-            loss=given.loss,
-            max_loss=given.max_loss,
-            seconds=given.seconds,
+            valid_tokens=reported.valid_tokens,
+            tokens=reported.tokens,
+            loss=reported.loss,
+            max_loss=reported.max_loss,
+            seconds=reported.seconds,
             leaving=self.leave.requested,
             forced=self.use is GradientUse.FORCE,
-            excluded=self.use is GradientUse.LEAVE_OUT,
+            excluded=self.use is GradientUse.EXCLUDE,
             holding_back=holds_back,
             training=trains,
             opening=claim_holds and opens,
             unfinished=claim_holds and self.contribution.unfinished,
-            asked_before_seconds=quorum.answered - quorum.asked,
-            ready_after_seconds=ready - quorum.answered,
-            connecting=max(quorum.answered, self.idle_since) < quorum.ready,
+            asked_before_seconds=quorum.answered_at - quorum.requested_at,
+            ready_after_seconds=all_ready_at - quorum.answered_at,
+            connecting=max(quorum.answered_at, self.idle_since) < quorum.connected_at,
             activity=activity,
         )
-        return row.encode(), encode(given.entries)
+        return row.encode(), encode(reported.entries)

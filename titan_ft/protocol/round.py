@@ -1,8 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outcome of a round: `Round` if it worked, else `Broken`. A round may be an `Update`.
+"""The outcome of a round: `Round` if it worked on all ranks of this group, else `Broken`.
 
-See docs/exchange.md.
+A round is one exchange between the groups, and one vote of each group on whether it worked. Some
+rounds are made only for other groups, for example to tell a joiner the holders' digests. If
+`decision.is_update` returns True, the round is an update: `Round.update` returns it, and all groups
+apply it. See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ class UpdateSums(Protocol):
 
     @property
     def is_copy(self) -> bool:
-        """True for a copy, which a group that heals applies later."""
+        """True if this is a copy for a group that heals and applies the update later."""
 
     def copy(self) -> UpdateSums:
         """Return a copy, which outlives the next exchange."""
@@ -32,7 +35,7 @@ class UpdateSums(Protocol):
 
 
 class NoSums:
-    """The sums of an update that is applied already, or of rows without an exchange."""
+    """Stands for missing sums: the update is applied already, or no gradients were exchanged."""
 
     is_copy = False
 
@@ -54,13 +57,13 @@ class Update:
 
     Attributes:
         step: number of the update, from 1.
-        tokens: number of tokens that the update was made of.
+        tokens: number of tokens in the update's batches.
         lineage: lineage of the state after the update (`row.descend`).
-        scale: factor from the sums to the token-weighted mean.
-        entries: the batches that the update was made of.
+        scale: factor by which the sums are multiplied to get the token-weighted mean.
+        entries: the batches that the gradients were computed from.
         readers: the groups that were ready at the update (see `Ledger.readers`).
-        sums: the sums of the gradients. They are valid until the next exchange is launched, unless
-            they are a copy.
+        sums: the sums of the gradients. Unless they are a copy, they are valid until the next
+            exchange is launched.
     """
 
     step: int
@@ -81,7 +84,7 @@ class Update:
 
     @property
     def slots(self) -> list[int]:
-        """Slots whose data the update was made of."""
+        """Slots whose data the gradients were computed from."""
         return sorted({entry.slot for entry in self.entries})
 
 
@@ -91,9 +94,9 @@ class Round:
 
     Attributes:
         quorum: the members.
-        rows: the members' rows, in the quorum's rank order.
-        verdict: the meaning of the rows.
-        entries: the batches that the ready groups' gradients are made of.
+        rows: the members' rows, in the order of their ranks in the quorum.
+        verdict: which members have the job's state, and whose gradients count.
+        entries: the batches that the ready groups have trained.
         sums: the sums of the gradients.
     """
 
@@ -110,7 +113,8 @@ class Round:
 
     @property
     def has_askers(self) -> bool:
-        """True if a member asks for the state: the holders show their digests in the next round."""
+        """True if a member asks for the state. Then the holders show their digests in the next
+        round."""
         return any(row.asks_for_state for row in self.rows)
 
     def slots(self, ranks: Sequence[int]) -> list[int]:
@@ -126,8 +130,8 @@ class Round:
         """Return the round's update. Call this only if `is_update` returns True.
 
         Args:
-            nominal_tokens: tokens of a step with all groups present. Local losses are divided by
-                it.
+            nominal_tokens: tokens of a step with all groups. Each group has divided its loss by
+                this number.
         """
         step = self.verdict.step + 1
         batches = [(entry.slot, entry.first_batch, entry.num_batches) for entry in self.entries]
@@ -149,7 +153,7 @@ class Broken:
 
     Attributes:
         error: the reason.
-        gave_nonfinite: a rank of this group had given gradients that are not finite.
+        gave_nonfinite: True if a rank of this group has given non-finite gradients.
     """
 
     error: str

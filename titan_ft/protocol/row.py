@@ -1,9 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The facts that the groups exchange in every round.
+"""The facts that the groups send each other in every round.
 
-Each member writes one row of facts. The exchange gathers the rows, so every member reads all of
-them. `verdict.py` judges the rows, and `decision.py` decides what a group does next.
+Each member of an exchange writes one row of facts. The exchange gathers the rows, so every member
+reads all of them. `verdict.py` judges the rows, and `decision.py` decides what a group does next.
+
+The facts identify the member's state by its *step* (number of committed updates), its *lineage*
+(hash of the exchanges that made it) and its *digest* (hash of its bytes). A *joiner* is a member
+that lacks the job's state, and fetches it from a *donor*.
 
 See docs/exchange.md.
 """
@@ -18,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-_FLOATS = frozenset(
+_FLOAT_FIELDS = frozenset(
     (
         "loss",
         "max_loss",
@@ -34,18 +38,18 @@ class Standing(IntEnum):
     """A member's relation to the job's state."""
 
     BEHIND = 0  # lacks the state and asks holders for it
-    CATCHING_UP = 1  # fetches the state and queues the reduced gradients meanwhile
-    READY = 2  # has the state and trains
+    CATCHING_UP = 1  # fetches the state, and queues the updates that the others make meanwhile
+    READY = 2  # has the state, and trains or waits for the job's first step
     FINISHED = 3  # has the final state and stays for the groups that still need it
 
     @property
     def has_state(self) -> bool:
-        """True if a member of this standing claims to hold the job's state."""
+        """True if a member with this standing claims to have the job's state."""
         return self >= Standing.READY
 
 
 class Why(IntEnum):
-    """Why the other groups waited for a group: its activity before the exchange, or its absence."""
+    """Why the other groups waited for a group: what it did before the exchange, or its absence."""
 
     COMPUTING = 0  # forward and backward
     LOADING = 1  # reading its batches
@@ -59,37 +63,38 @@ class Why(IntEnum):
 
     @property
     def joins(self) -> bool:
-        """True for a group that lacks the state and fetches it."""
+        """True if the group was a joiner."""
         return self in (Why.CATCHING_UP, Why.ASKED)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One member's facts. Every field but `nonfinite` travels as a float64: integers stay below
-    2**53.
+    """One member's facts.
 
-    Integer fields without a unit are flags: 1 = true.
+    Every field but `nonfinite` travels as a float64, which is exact for integers below 2**53. The
+    fields from `leaving` to `unfinished`, `others_wait` and `connecting` are flags: 1 = true.
 
     Attributes:
-        slot: the member's slot.
-        standing: see `Standing`.
+        slot: number of the member's group in the job.
+        standing: the member's relation to the job's state.
         step: committed updates in the member's state. After a fetch, this is the number that the
             replay leads to.
         seen_step: largest number of committed updates that the member has heard of.
         lineage: 48-bit hash of the exchanges that made the state (see `descend`).
         digest: 48-bit hash of the state's bytes on all ranks of the group; 0 = not taken since the
             last update.
-        valid_tokens: tokens with a label that the member's loss counts: the member's weight in the
-            mean. 0 = the member gives no gradient.
-        tokens: all tokens of the member's batches.
-        loss: the member's loss sum / nominal tokens of all groups together.
+        valid_tokens: number of the member's tokens that have a label and count in its loss. It is
+            the member's weight in the mean. 0 = the member gives no gradient.
+        tokens: number of all tokens of the member's batches.
+        loss: sum of the member's losses, divided by the tokens of a step with all groups.
         max_loss: largest mean loss of one of the member's ranks.
-        donor: slot of the donor that a joiner names; -1 (`healing.NO_DONOR`) = it names none.
-        from_step: committed updates in the state that the joiner fetches from this donor.
+        donor: slot of the donor from which the member fetches the state; -1 (`healing.NO_DONOR`) =
+            the member fetches from no donor.
+        from_step: committed updates in the state that the member fetches.
         waited_seconds: how long the member has waited for the job's first step.
         others_wait: the others must hold back their next update until the member has fetched the
-            state, or has replayed its queue.
-        seconds: time that the member's slowest rank spent on its own part of the step.
+            state, or has replayed its queue of updates.
+        seconds: time that the member's slowest rank spent on its own computation in the step.
         saved_step: step of the latest complete checkpoint that the member knows of.
         leaving: the member got a leave request, and leaves after this round if the round works.
         forced: the member adds its gradients although they are not finite, because no member has
@@ -106,13 +111,13 @@ class Row:
         asked_before_seconds: time from the member's quorum request to the lighthouse's answer. All
             members get the answer at the same moment. So this field and the next one can be
             compared between members without a common clock.
-        ready_after_seconds: time from this answer until the member's part of the exchange and its
-            process group were ready.
-        connecting: the member's part was ready before its process group was.
-        activity: the member's activity until its part was ready (`Why`).
-        nonfinite: the gradients that the member gave to the sum have an inf or a NaN. This field is
-            not among the floats. The exchange adds it (`ExchangeResult.nonfinite`): if it were sent, the
-            host would have to wait for the device once more.
+        ready_after_seconds: time from this answer until both the member's gradients and its process
+            group were ready.
+        connecting: the member's gradients were ready before its process group was.
+        activity: what the member did until its gradients were ready (`Why`).
+        nonfinite: the gradients that the member gave to the sum contain an inf or a NaN. This field
+            is not sent as a float. The exchange adds it (`Reduced.nonfinite`). If it were sent, the
+            host would have to wait for the GPU once more.
     """
 
     slot: int
@@ -150,14 +155,14 @@ class Row:
 
     @staticmethod
     def decode(values: Sequence[float], nonfinite: bool) -> Row:
-        """Rebuild a row from `encode`'s floats.
+        """Rebuild a row from the floats of `encode`.
 
         Args:
-            nonfinite: the exchange found an inf or a NaN in the member's gradients.
+            nonfinite: True if the exchange found an inf or a NaN in the member's gradients.
         """
         facts: list[Any] = [kind(value) for kind, value in zip(_KINDS, values, strict=True)]
-        slot, standing, *rest = [*facts, nonfinite]
-        return Row(slot, Standing(standing), *rest)
+        slot, standing, *other_facts = [*facts, nonfinite]
+        return Row(slot, Standing(standing), *other_facts)
 
     @property
     def has_state(self) -> bool:
@@ -176,21 +181,22 @@ class Row:
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Row))[:-1]  # all but `nonfinite`
-_KINDS: tuple[type, ...] = tuple(float if name in _FLOATS else int for name in _NAMES)
+_KINDS: tuple[type, ...] = tuple(float if name in _FLOAT_FIELDS else int for name in _NAMES)
 _read_fields = operator.attrgetter(*_NAMES)
 
 
 def descend(lineage: int, quorum_key: str, step: int, made_of: str = "") -> int:
-    """Return the lineage of the state after update `step`, which was exchanged in one quorum.
+    """Return the lineage of the state after update `step`.
 
-    Groups may decide differently about one exchange. Suppose that one group commits, and is then
-    missing in the next quorum. The other groups repeat the step without it, so two states of the
-    same step exist. Their lineages differ. They differ too if the step is repeated with all groups
-    in a quorum of the same number: a restarted lighthouse counts from the beginning.
+    Why there may be several states of one step: suppose that an exchange worked for one group, and
+    broke for the others. This group commits the step, and dies before the next quorum. The other
+    groups repeat the step without it. Then the lineages of the two states must differ. They must
+    differ even if the quorum of the repetition has the same number, because a restarted lighthouse
+    numbers its quorums from the beginning. So `made_of` is a part of the hash as well.
 
     Args:
-        lineage: of the state before the update.
-        quorum_key: name of the quorum among all quorums of the job.
+        lineage: lineage of the state before the update.
+        quorum_key: name of the update's quorum among all quorums of the job.
         made_of: the contributors and their batches.
     """
     return fold48(f"{lineage}/{quorum_key}/{step}/{made_of}")

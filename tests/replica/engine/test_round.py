@@ -228,7 +228,7 @@ def test_a_group_that_leaves_takes_a_quorum_that_is_ready() -> None:
             GradientUse.GIVE,
             False,
         ),  # the group has steps of its round left
-        (GIVEN, GradientUse.LEAVE_OUT, True),  # the update has the others' gradients
+        (GIVEN, GradientUse.EXCLUDE, True),  # the update has the others' gradients
         (NOTHING, GradientUse.OPEN, False),
         (NOTHING, GradientUse.GIVE, True),  # the group waits, or heals, and does not know
     ],
@@ -334,7 +334,7 @@ def test_signs_of_a_rank() -> None:
     ("contribution", "use", "config", "digests"),
     [
         (GIVEN, GradientUse.GIVE, {}, 1),
-        (GIVEN, GradientUse.LEAVE_OUT, {}, 1),  # no change to compare, but a vote for the majority
+        (GIVEN, GradientUse.EXCLUDE, {}, 1),  # no change to compare, but a vote for the majority
         (dataclasses.replace(GIVEN, unfinished=True), GradientUse.GIVE, {}, 1),
         (Contribution(unfinished=True), GradientUse.GIVE, {}, 1),
         (NOTHING, GradientUse.OPEN, {}, 0),  # no step since the last comparison
@@ -413,7 +413,7 @@ def test_contributions_add_up() -> None:
         (GradientUse.FORCE, True, {"forced": 1}),
         (GradientUse.HOLD_BACK, False, {"holding_back": 1}),
         (
-            GradientUse.LEAVE_OUT,
+            GradientUse.EXCLUDE,
             False,
             {"excluded": 1, "valid_tokens": 0, "tokens": 0, "loss": 0, "max_loss": 0, "seconds": 0},
         ),
@@ -448,9 +448,7 @@ def test_the_row_says_what_is_done_with_the_gradients(
     assert world.row == dataclasses.replace(usual, **facts)
     assert isinstance(made, Round)
     assert made.rows == [world.row, OTHER]
-    assert {entry.slot for entry in made.entries} == (
-        {1} if use is GradientUse.LEAVE_OUT else {0, 1}
-    )
+    assert {entry.slot for entry in made.entries} == ({1} if use is GradientUse.EXCLUDE else {0, 1})
     assert world.votes == [True]
 
 

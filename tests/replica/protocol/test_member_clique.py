@@ -243,6 +243,6 @@ def test_a_report_names_the_groups_that_report_this_one() -> None:
         _accusers=admit(own, [own.replica_id, one.replica_id, two.replica_id]).accusers,
     )
     assert this._accusers == (two,)
-    renamed = Member.parse(Partition._report(this, [one, two], set(), 5), "")
+    renamed = Member.parse(Partition._open_seat_with_report(this, [one, two], set(), 5), "")
     assert renamed.has_reported(one)
     assert renamed.has_reported(two)

@@ -16,7 +16,13 @@ from titan_ft.protocol.row import Row, Standing, Why
 TRAINED = Contribution(90, 100, 0.5, 0.7, 1.5, (Entry(0, 4, 1, b"state"),))
 FACTS = Row(0, Standing.READY, 7, lineage=5, digest=3, training=1)
 QUORUM = Quorum(
-    "1/a", 0, (Member(0, 0.0, "process 0", "c0ffee"),), 7, asked=10.0, answered=12.0, ready=13.0
+    "1/a",
+    0,
+    (Member(0, 0.0, "process 0", "c0ffee"),),
+    7,
+    requested_at=10.0,
+    answered_at=12.0,
+    connected_at=13.0,
 )
 
 
@@ -58,9 +64,7 @@ def test_a_quorum_with_more_updates_voids_the_claim(newest: int, standing: Stand
     assert row.activity == (Why.COMPUTING if standing is Standing.READY else Why.CATCHING_UP)
 
 
-@pytest.mark.parametrize(
-    ("use", "gave"), [(GradientUse.GIVE, False), (GradientUse.LEAVE_OUT, False)]
-)
+@pytest.mark.parametrize(("use", "gave"), [(GradientUse.GIVE, False), (GradientUse.EXCLUDE, False)])
 def test_tokens_are_reported_only_with_gradients(use: GradientUse, gave: bool) -> None:
     """Tokens without gradients would make the mean too small.
 
