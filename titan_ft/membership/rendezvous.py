@@ -1,17 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rendezvous: how the members of a quorum meet, connect their process groups, and break off.
+"""Rendezvous: how the members of a quorum build their process groups, and abort an exchange.
 
-The ranks with the same number in all groups are a *column*. They have one process group together,
-and a new one for each new set of members:
+The ranks with the same number in all groups are a *column*. A column has a process group of its
+own, and builds a new one for each quorum with other members:
 
-1. Each rank finds the column's *leader* from the names in the quorum. The leader is one of the
-   groups. The leaders of the columns are spread over the groups, so that no store serves all ranks.
-2. The ranks *meet* at the leader's store: each writes the address of its state server, and reads
-   those of all others.
-3. They connect their process groups by the same store.
+1. Each rank finds the column's *leader* by the names in the quorum. The leader is one of the
+   groups. Different columns have different leaders, so that no group's store serves all ranks.
+2. The ranks *meet* at the TCPStore of the leader: each rank writes the address of its state server,
+   and reads the addresses of all other ranks.
+3. They connect their process groups, for which torch or NCCL uses the same store.
 
-If a step fails, the exchange fails at once, and is repeated in the next quorum.
+If one of these steps fails, the exchange fails at once, and is repeated in the next quorum.
 
 See docs/membership.md, "Meeting of groups".
 """
@@ -39,34 +39,34 @@ from titan_ft.transfer.reach import check_listens
 
 logger = logging.getLogger(__name__)
 
-# The limit of a meeting; see `find_limit`.
+# Terms of the time limit of a meeting; see `find_limit`.
 _BASE_SECONDS = 2.0
 _SECONDS_PER_GROUP = 0.01
 _SECONDS_PER_RANK = 0.001
 
-_BROKEN = "broken/"
-"""Prefix of a note's topic. The prefix of the exchange that is broken off follows."""
+_ABORTED_TOPIC = "broken/"
+"""A rank that aborts an exchange sends a note with this text and the exchange's prefix as topic."""
 
-_BROKEN_EARLIER = "broke on another rank of this group before it began here"
+_ABORTED_EARLIER = "broke on another rank of this group before it began here"
 
 
 class Rendezvous:
     """One rank's process group with its counterparts in the other groups.
 
-    `Membership` owns it. Its quorum thread calls `configure`. The training thread and the exchange
-    use `process_group`. Any thread may call `abort`. After a failed `configure` the process group
-    is unusable, and the next quorum's `configure` builds another one.
+    `Membership` owns it. Its quorum thread calls `configure`. The training thread and the
+    exchange's thread use `process_group`. Any thread may call `abort`. After a failed `configure`
+    the process group is unusable, until `configure` is called for the next quorum.
 
     Args:
         process_group: see `process_group.ReconfigurableProcessGroup`.
         timeout: limit of a collective.
-        control: tree of the group's ranks.
+        control: control tree of the group's ranks.
         address: host:port of this rank's state server.
 
     Attributes:
         key: name of the quorum that the process group was built for; empty before the first quorum.
-        prefix: prefix of this meeting's keys in stores. Each meeting of this process has another
-            one, so it also names the exchange.
+        prefix: prefix of the last meeting's keys in the store. Each meeting of this process has
+            another prefix, so the prefix also identifies the exchange.
         addresses: addresses (host:port) of the members' state servers, by unique name.
         max_step: largest number of updates that a member held when the process group was built.
     """
@@ -92,13 +92,13 @@ class Rendezvous:
         self.addresses: dict[str, str] = {}
         self.max_step = 0
         self._num_meetings: Counter[str] = Counter()  # by quorum key
-        # The leader at whose store the last meeting was, and the connection to that store.
+        # The leader of the last meeting, and the connection to its store.
         self._leader_store: tuple[Member, TCPStore] | None = None
-        # Drops the last meeting's keys if that meeting was at this group's store.
+        # Drops the keys of the last meeting at this group's store.
         self._drop_last_keys: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        control.listen_for_notes(_BROKEN, self._abort_with_group)
+        control.listen_for_notes(_ABORTED_TOPIC, self._handle_abort_note)
 
     def configure(
         self,
@@ -111,34 +111,35 @@ class Rendezvous:
         """Build the process group of a new quorum. Return the reason if that failed, else None.
 
         Args:
-            key: names the quorum.
+            key: name of the quorum.
             own: this group's name, one of `members`.
-            step: committed updates that this group holds.
+            step: committed updates in this group's state.
         """
-        # A restarted lighthouse counts quorum ids from the beginning, and a store still has the
-        # values of an earlier meeting. So the prefix also counts the meetings with the same key.
-        # The counts of the members may differ if a reply reached only some of them. Then the
-        # members miss each other here, and meet in the next quorum.
+        # A restarted lighthouse numbers its quorums from the beginning, so a key may come again.
+        # The store still has the values of the earlier meeting. So the prefix also contains the
+        # number of the meeting with this key. The members may count differently if a reply of the
+        # lighthouse reached only some of them. Then they do not find each other here, and meet in
+        # the next quorum.
         self._num_meetings[key] += 1
         with self._lock:
             if self._closed:
-                # The peers would wait for a member that makes no exchange.
+                # Do not connect: the peers would wait for a member that makes no exchange.
                 return "this group has left the job"
             self.key = key
             self.prefix = f"titan_ft/{key}/{self._num_meetings[key]}"
         leader = find_leader(members, self._group_rank)
         limit = find_limit(len(members), self._group_world_size)
-        if self._is_broken():
-            return _BROKEN_EARLIER
+        if self._is_aborted():
+            return _ABORTED_EARLIER
         try:
             self._meet(leader, members, own, step, limit)
             self._connect(leader, members, own, quorum_id, limit)
             if leader == own:
                 self._drop_former_keys(len(members))
-            if self._is_broken():
-                return _BROKEN_EARLIER
+            if self._is_aborted():
+                return _ABORTED_EARLIER
         except Exception as error:  # noqa: BLE001  # a member may die during the meeting
-            self._leader_store = None  # connect anew next time
+            self._leader_store = None  # Make a new connection for the next meeting.
             return first_line(error)
         finally:
             self.process_group.set_timeout(self.timeout)
@@ -149,19 +150,19 @@ class Rendezvous:
         """Prefix of this column's keys in the leader's store."""
         return f"{self.prefix}/{self._group_rank}"
 
-    def _is_broken(self) -> bool:
-        """True if another rank of this group has broken off the exchange of this quorum."""
-        return self._control.read_note(_BROKEN + self.prefix) is not None
+    def _is_aborted(self) -> bool:
+        """True if a rank of this group has aborted the exchange of this quorum."""
+        return self._control.read_note(_ABORTED_TOPIC + self.prefix) is not None
 
     def abort(self, prefix: str) -> None:
-        """Break off the exchange under way, if it still is the exchange of `prefix`; any thread.
+        """Abort the exchange under way, if it still is the exchange with this prefix; any thread.
 
-        Then no other rank has to wait for a timeout: counterparts notice the closed connections,
-        and the other ranks of this group get a note over the control tree.
+        No other rank has to wait for a timeout after that: the counterparts notice the closed
+        connections, and the other ranks of this group get a note over the control tree.
         """
-        self._abort_own(prefix)
+        self._abort_here(prefix)
         if prefix and self._group_world_size > 1:
-            self._control.send_note(_BROKEN + prefix)
+            self._control.send_note(_ABORTED_TOPIC + prefix)
 
     def close(self) -> None:
         """Close the process group for good."""
@@ -179,9 +180,9 @@ class Rendezvous:
         step: int,
         limit: float,
     ) -> None:
-        """Exchange state servers' addresses and steps with the counterparts.
+        """Exchange the addresses of state servers, and the steps, with the counterparts.
 
-        Raises an error of the store, at once if a member is already gone.
+        Raises an error of the store; at once if the leader is gone already.
         """
         self.max_step = step
         if len(members) == 1:
@@ -192,7 +193,7 @@ class Rendezvous:
             address, member_step = text.split(" ")
             addresses[member.unique] = address
             self.max_step = max(self.max_step, int(member_step))
-        self.addresses = addresses  # in one piece: other threads read it
+        self.addresses = addresses  # One assignment, because other threads read the attribute.
 
     def _exchange_texts(
         self,
@@ -220,25 +221,25 @@ class Rendezvous:
             self._leader_store = leader, store
             texts = []
             for peer, text in enumerate(found):
-                # Any process that reaches the store may write to it. A false step would turn
-                # holders of the state into joiners, so each text has a seal.
+                # Any process that reaches the store can write to it, so each text has a seal. A
+                # false step would make holders of the job's state heal.
                 sealed = text.decode(errors="replace")
                 texts.append(remove_seal(leader.token, self._key_of(peer), sealed))
             return texts
 
-        # torch's client waits without end if the network to the store dies. The limit is longer
-        # than the store's own timeout, whose error says more.
+        # torch's client waits without an end if the network to the store fails. This limit is
+        # longer than the store's own timeout, because the store's error says more.
         return call_within(2 * limit, exchange)
 
     def _key_of(self, rank: int) -> str:
-        """Return the full key of a member's text, which its seal covers."""
+        """Return the full key of a member's text. The seal of the text covers the key."""
         return f"{self._column_prefix}/{rank}"
 
     def _connect_to_store(self, leader: Member, limit: float) -> TCPStore:
         """Return a connection to the leader's store.
 
-        The connection of the last meeting is used again if it leads to the same process: a new
-        connection costs a reverse DNS lookup on both sides, even for a numeric address.
+        Uses the connection of the last meeting again if the leader is the same process, because a
+        new connection costs a reverse DNS lookup on both sides, even for a numeric address.
         """
         timeout = timedelta(seconds=limit)
         former = self._leader_store
@@ -259,7 +260,8 @@ class Rendezvous:
         limit: float,
     ) -> None:
         """Connect the process group's members."""
-        # If a member dies now, the wait for it must not take the timeout of a collective.
+        # If a member dies now, the others must not wait for it for the long timeout of a
+        # collective.
         self.process_group.set_timeout(timedelta(seconds=limit))
         size = self._group_world_size
         global_ranks = [member.slot * size + self._group_rank for member in members]
@@ -281,7 +283,7 @@ class Rendezvous:
         meeting any more, because all members have come to this one.
         """
         if self._leader_store is None:
-            return  # a lone group has no meeting
+            return  # A lone group has no meeting.
         former = self._drop_last_keys
         _, store = self._leader_store
         self._drop_last_keys = partial(drop_keys, store, self._column_prefix, num_members)
@@ -289,50 +291,50 @@ class Rendezvous:
             # In the background: this takes two requests for each member.
             call_aside(former, "titan_ft_drop_keys")
 
-    # Breaking off
+    # Aborts
 
-    def _abort_with_group(self, prefix: str) -> None:
-        """Break off the exchange that another rank of this group has broken off.
+    def _handle_abort_note(self, prefix: str) -> None:
+        """Abort the exchange that another rank of this group has aborted.
 
-        On a thread of its own: NCCL's abort may take a second, and the control tree's thread must
-        not wait for it.
+        Called on the control tree's thread, which must not wait. So the abort runs on another
+        thread: with NCCL it may take a second.
         """
-        call_aside(partial(self._abort_own, prefix), "titan_ft_abort")
+        call_aside(partial(self._abort_here, prefix), "titan_ft_abort")
 
-    def _abort_own(self, prefix: str) -> None:
+    def _abort_here(self, prefix: str) -> None:
         with self._lock:
             if prefix != self.prefix:
                 return
             try:
                 self.process_group.abort()
             except Exception:
-                # The caller must still notify the other ranks, and its watch must go on.
+                # Raise no error, because the caller must still notify the other ranks.
                 logger.exception(
                     "the exchange cannot be broken off here: it ends when its timeout is over",
                 )
 
 
 def drop_keys(store: TCPStore, prefix: str, num_members: int) -> None:
-    """Drop the keys of a meeting from a store: the members' texts, and the addresses of Gloo.
+    """Drop the keys of a meeting from a store: the members' texts, and Gloo's addresses.
 
-    NCCL leaves one key of 128 bytes, which stays.
+    NCCL's single key of 128 bytes stays.
     """
     for rank in range(num_members):
         store.delete_key(f"{prefix}/{rank}")
-        store.delete_key(f"{prefix}/pg/0/{rank}")  # torch's name for the key of Gloo
+        store.delete_key(f"{prefix}/pg/0/{rank}")  # torch's name for the key of Gloo's address
 
 
 def find_leader(members: Sequence[Member], group_rank: int) -> Member:
-    """Return the member at whose store a column of ranks meets.
+    """Return the leader of a column: the member at whose store its ranks meet.
 
-    All ranks of the column find the same member without a message: the member with the largest hash
-    of its name and the column (rendezvous hashing). So after a death, only the columns of the dead
-    member get another leader, and all other connections to stores can be used again. The younger
-    half of the members leads no column: the other groups would need new connections to a member
-    that has just come.
+    The leader is the member with the largest hash of its name and the column's number (rendezvous
+    hashing). So all ranks of the column find the same leader without a message. After the death of
+    a member, only its columns get another leader. All other connections to stores can be used
+    again. The younger half of the members cannot be leaders: if a member that has just come were a
+    leader, the other groups would need new connections to its store.
 
-    The lighthouse's reply names a store as well. It is not used, because it is that of a member
-    which merely claims the most updates.
+    The lighthouse's reply contains the address of a store, too. Do not use it: it is the store of a
+    member that merely claims to have the most updates.
     """
     by_age = sorted(members, key=lambda member: member.age)
     established = by_age[: (len(by_age) + 1) // 2]
@@ -344,12 +346,12 @@ def find_leader(members: Sequence[Member], group_rank: int) -> Member:
 
 
 def find_limit(num_groups: int, num_ranks: int) -> float:
-    """Return the seconds that a rank waits in each part of a meeting: addresses, then connections.
+    """Return the time limit of each of two parts of a meeting: the addresses, and the connections.
 
-    All members receive the quorum's reply at the same moment. So a member that is silent for longer
-    is gone. The limit grows with the number of groups, because a rank reads a text of each group
-    and connects to each group. It grows with the number of ranks, because a store serves about as
-    many ranks as a group has.
+    All members receive the quorum's reply at the same moment. So a member that takes longer than
+    this limit is gone. The limit grows with the number of groups, because a rank reads a text of
+    each group and connects to each group. It grows with the number of ranks, because a store serves
+    about as many ranks as a group has.
 
     Args:
         num_groups: number of members.
