@@ -56,7 +56,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.partition import Partition
 from titan_ft.membership.pulse import (
-    CLOSEST,
+    MAX_LOOKS_PER_INTERVAL,
     SILENT_BEATS,
     GroupAges,
     LighthouseStatus,
@@ -901,7 +901,7 @@ class Membership:
         if self._config.process_group == "nccl":
             # NCCL does not show that a member has died. Look early: when the exchange begins, a
             # member may already have been silent for almost the whole patience.
-            first = interval / CLOSEST
+            first = interval / MAX_LOOKS_PER_INTERVAL
             patience = self._heartbeat_timeout
             # Only with NCCL. Over Gloo, closed sockets show that a member has left. Also, a member
             # that asks for the next quorum may have completed the exchange, while its last bytes

@@ -2,13 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The pulse: looks for members of an exchange that fall silent, or that have left the exchange.
 
-A process that dies closes its connections, and the other groups notice at once. A host that is
-frozen or cut off closes nothing. An exchange with it would wait for the process group's whole
-timeout, which must be longer than the slowest step. When such a host is back, NCCL may not show it
-that the others have left the exchange. The lighthouse's *status page* shows both: it has the time
-since each member's last heartbeat, and the members of the last quorum.
+A process that dies closes its connections, and the other groups notice this at once. A host that is
+frozen or cut off closes no connection. There are two problems with such a host:
 
-The functions at the end read a page: which groups live, are outside, or have gone on.
+1. The other members of the exchange would wait for the process group's whole timeout, which must be
+   longer than the slowest step.
+2. When the host is back, it waits in the exchange, and NCCL may not show that the other members
+   have left it.
+
+The lighthouse's *status page* shows both problems: it contains the time since each group's last
+heartbeat, and the members of the last quorum. The functions at the end of this module find groups
+on a page.
 
 See docs/failures.md.
 """
@@ -34,26 +38,28 @@ from titan_ft.run.lighthouse import LighthouseAddress, build_opener
 logger = logging.getLogger(__name__)
 
 SILENT_BEATS = 2
-"""A member is silent after this many heartbeat timeouts. The lighthouse needs only one, but
-breaking off an exchange costs a repetition.
+"""A member is silent after this many heartbeat timeouts. For the lighthouse, one timeout is enough.
+Here it is more, because an abort costs a repetition of the exchange. With NCCL one timeout is
+enough, because there may be no other sign of a death (`Membership._watch_pulse`)."""
 
-With NCCL between the groups there may be no other sign of a death, so there one is enough."""
-
-CLOSEST = 10
-"""Largest number of looks at the page in one interval."""
+MAX_LOOKS_PER_INTERVAL = 10
+"""Limit of the number of looks at the page in one interval."""
 
 _LOOKS_AT_A_LEAVER = 4
-"""Looks in a row that must see a leaver, a quarter of the patience apart. A member that completes
-the exchange a moment before this group also asks for the next quorum. If the first look broke the
-exchange off, this group would miss an update of the others."""
+"""A *leaver* is a member that has left the exchange, and asks for the next quorum. So many looks in
+a row must see one, a quarter of the patience apart. The reason: a member that completes the
+exchange a moment before this group asks for the next quorum, too. If one look were enough, this
+group would abort, and miss an update of the others."""
 
 _PAGE_BYTES = 4 << 20
-"""Longest part of the page that is read; a group has 200 bytes. A stranger's name may have 4 MB,
-and stays on the page for ever."""
+"""Limit of the bytes that are read. A group takes 200 bytes of the page. A stranger's name may have
+4 MB, and stays on the page for ever."""
 
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
-_MEMBER = re.compile(r"^\s*<b>(\S+)</b> <br/>\s*$", re.MULTILINE)  # of the last quorum
-_ASKING = re.compile(r"\[(\d+)/\d+ participants healthy\]")  # of the next quorum
+# A member of the last quorum.
+_MEMBER = re.compile(r"^\s*<b>(\S+)</b> <br/>\s*$", re.MULTILINE)
+# The number of groups that have asked for the next quorum.
+_ASKING = re.compile(r"\[(\d+)/\d+ participants healthy\]")
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,8 @@ class LighthouseStatus:
         heartbeats: dict[str, float] = {}
         for escaped, text in _HEARTBEAT.findall(page):
             name = html.unescape(escaped)
-            # A stranger's name may contain line feeds, and so hold a line about another group. The
-            # lighthouse's own line about a living group is the youngest one.
+            # A stranger's name may contain line feeds, and so forge a line about another group. Use
+            # the youngest heartbeat, so that no forged line makes a living group look dead.
             heartbeats[name] = min(float(text), heartbeats.get(name, math.inf))
         asking = _ASKING.search(page)
         num_asking = int(asking.group(1)) if asking is not None else 0
@@ -90,7 +96,8 @@ class StatusPage:
     """The lighthouse's status page. Any thread may read it.
 
     Args:
-        lighthouse: its address as http://host:port, or an object that follows the lighthouse.
+        lighthouse: address of the lighthouse as http://host:port, or an object that follows the
+            lighthouse when it moves.
     """
 
     def __init__(self, lighthouse: str | LighthouseAddress) -> None:
@@ -99,31 +106,31 @@ class StatusPage:
         self._opener = build_opener(headers)
 
     def read(self, timeout: float) -> LighthouseStatus | None:
-        """Return the present content; None if the lighthouse does not answer completely."""
+        """Return the present content; None = the lighthouse gave no complete answer."""
         try:
             with self._opener.open(f"{self._lighthouse}/status", timeout=timeout) as answer:
                 page = answer.read(_PAGE_BYTES)
                 if answer.length and len(page) < _PAGE_BYTES:
-                    return None  # the lighthouse ended in the middle of its answer
+                    return None  # The lighthouse ended in the middle of its answer.
                 return LighthouseStatus.parse(page.decode(errors="replace"))
         except (OSError, ValueError, http.client.HTTPException):
             return None
 
 
 class Watch:
-    """Looks for a problem while an exchange waits, on a thread of its own.
+    """Looks for a problem at intervals while an exchange waits, on a thread of its own.
 
-    A watch costs nothing while exchanges take less than the first pause. The exchange's thread and
-    the training thread enter `watching`. If a look fails with an error of the network or the disk,
-    the error is logged, and the watch goes on.
+    The exchange's thread and the training thread enter `watching` for each exchange. If the
+    exchange takes less than the first pause, the watch's thread does not run. If a look fails with
+    an error of the network or the disk, the error is logged, and the watch continues.
 
     Args:
         name: name of the thread.
         first_pause: returns the seconds from the start of an exchange until the first look.
         growth: factor from one pause to the next in the same exchange.
-        look: returns an action if there is a problem, else None. The action runs once in an
-            exchange. The exchange does not end before the action returns, so the action must not
-            wait for its end.
+        look: returns a function that handles the problem, or None if there is no problem. The
+            function is called at most once in an exchange. The exchange does not end before the
+            function returns, so the function must not wait for the end of the exchange.
     """
 
     def __init__(
@@ -137,17 +144,17 @@ class Watch:
         self._first_pause = first_pause
         self._growth = growth
         self._look = look
-        self._changed = threading.Condition()  # guards the fields below
-        self._exchange: object | None = None  # the exchange under way
-        self._pause = 0.0  # before the next look at it
-        self._due = math.inf  # time of the next look
-        self._wakes_at = math.inf  # when the thread's wait ends without a notification
+        self._condition = threading.Condition()  # the lock of the fields below
+        self._exchange: object | None = None  # identifies the exchange under way
+        self._pause = 0.0  # seconds before the next look
+        self._next_look_at = math.inf
+        self._wait_ends_at = math.inf  # time at which the thread wakes up without a notification
         self._closed = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch an exchange during the block."""
+        """Watch an exchange while the block runs."""
         self._set_exchange(object())
         try:
             yield
@@ -156,52 +163,52 @@ class Watch:
 
     def close(self) -> None:
         """End the thread."""
-        with self._changed:
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _set_exchange(self, exchange: object | None) -> None:
-        with self._changed:
+        with self._condition:
             self._exchange = exchange
-            self._due = math.inf
+            self._next_look_at = math.inf
             if exchange is not None:
                 self._pause = self._first_pause()
-                self._due = time.monotonic() + self._pause
-            if self._due < self._wakes_at:
-                # Otherwise the thread sees the new time when it wakes. So an ordinary step does not
-                # have to switch to this thread.
-                self._changed.notify_all()
+                self._next_look_at = time.monotonic() + self._pause
+            if self._next_look_at < self._wait_ends_at:
+                # Notify only if the thread would wake up too late. Otherwise each step would cost a
+                # switch to the watch's thread.
+                self._condition.notify_all()
 
     def _run(self) -> None:
         while True:
-            exchange = self._await_due()
+            exchange = self._await_next_look()
             if exchange is None:
                 return
             act = self._call_logged(self._look)
-            # The lock keeps this exchange from ending before the action. Otherwise the action would
-            # break off the next exchange.
-            with self._changed:
+            # Hold the lock during the action, so that this exchange does not end before it.
+            # Otherwise the action would abort the next exchange.
+            with self._condition:
                 if self._exchange is not exchange:
                     continue
                 self._pause *= self._growth
-                self._due = time.monotonic() + self._pause
+                self._next_look_at = time.monotonic() + self._pause
                 if act is not None:
-                    self._due = math.inf
+                    self._next_look_at = math.inf
                     self._call_logged(act)
 
-    def _await_due(self) -> object | None:
+    def _await_next_look(self) -> object | None:
         """Wait for the time of the next look. Return the exchange; None = the watch is closed."""
-        with self._changed:
+        with self._condition:
             while not self._closed:
-                remaining = self._due - time.monotonic()
+                remaining = self._next_look_at - time.monotonic()
                 if remaining <= 0:
                     return self._exchange
-                self._wakes_at = self._due
-                self._changed.wait(None if remaining == math.inf else remaining)
+                self._wait_ends_at = self._next_look_at
+                self._condition.wait(None if remaining == math.inf else remaining)
             return None
 
     def _call_logged(self, call: Callable[[], Any]) -> Any:
-        """Make a call, and log its error. A store that is gone, or a full disk, ends no watch."""
+        """Make a call, and log its error. A full disk, for example, must not end the watch."""
         try:
             return call()
         except (OSError, RuntimeError):
@@ -210,24 +217,25 @@ class Watch:
 
 
 class Pulse(Watch):
-    """Breaks off an exchange whose members are silent, or have left it.
+    """Aborts an exchange if other members are silent, or have left it.
 
     `Membership` creates one on rank 0 of each group.
 
     Args:
         page: the lighthouse's page.
         first: seconds until the first look at an exchange.
-        interval: longest pause between two looks. The pulse looks earlier if a member would be
-            silent for long enough.
-        patience: seconds of silence after which a member counts as gone.
+        interval: limit of the pause between two looks. The pause is shorter if a member would count
+            as gone before its end.
+        patience: seconds without a heartbeat after which a member counts as gone.
         own: returns the name of this group.
-        members: returns the replica ids of the other members in the exchange under way; none as
-            long as they are not known.
-        on_silence: called with the silent members and their seconds, to break the exchange off.
-        on_left_out: called with the slots of the groups that have gone on without this group, to
-            break the exchange off.
-        on_leaver: called when a member has broken the exchange off, to break it off here too. None
-            = the process group itself shows that.
+        members: returns the names of the other members of the exchange under way; none while they
+            are not known.
+        on_silence: aborts the exchange. Called with the seconds of silence of the silent members,
+            by name.
+        on_left_out: aborts the exchange. Called with the slots of members that have left the
+            exchange, and have a new quorum without this group.
+        on_leaver: aborts the exchange. Called when a member has left the exchange, and asks for the
+            next quorum. None = the process group itself shows that a member has left.
     """
 
     def __init__(
@@ -250,13 +258,16 @@ class Pulse(Watch):
         self._on_left_out = on_left_out
         self._on_leaver = on_leaver
         self._longest_pause = interval
-        self._leaver_exchange: object | None = None  # the exchange in which the last look saw one
-        self._num_leaver_looks = 0  # in a row, in that exchange
+        # The exchange of the last look, and the number of looks in a row that saw a leaver in it.
+        self._leaver_exchange: object | None = None
+        self._num_leaver_looks = 0
         super().__init__("titan_ft_pulse", lambda: first, 1.0, self._look_at_page)
 
     def _look_at_page(self) -> Callable[[], None] | None:
         exchange = self._exchange
-        former_looks = self._num_leaver_looks if self._leaver_exchange is exchange else 0
+        former_looks = 0
+        if self._leaver_exchange is exchange:
+            former_looks = self._num_leaver_looks
         self._leaver_exchange = exchange
         self._num_leaver_looks = 0
         members = self._members()
@@ -264,7 +275,7 @@ class Pulse(Watch):
             return None
         status = self._page.read(self._patience)
         if status is None:
-            return None  # nothing is known; the exchange has a timeout of its own
+            return None  # Nothing is known, and the exchange has a timeout of its own.
         own = self._own()
         successors = find_successors(own, known_members(members, own.token), status.quorum)
         if successors:
@@ -282,9 +293,9 @@ class Pulse(Watch):
         return None
 
     def _find_pause(self, members: Collection[str], status: LighthouseStatus) -> float:
-        """Return the pause until the member that has been silent longest would count as gone."""
+        """Return the pause after which the next member may count as gone."""
         silence = max((status.heartbeats.get(name, 0.0) for name in members), default=0.0)
-        shortest_pause = self._longest_pause / CLOSEST
+        shortest_pause = self._longest_pause / MAX_LOOKS_PER_INTERVAL
         pause = max(self._patience - silence, shortest_pause)
         return min(self._longest_pause, pause)
 
@@ -296,11 +307,12 @@ class Pulse(Watch):
     ) -> dict[str, float]:
         """Return the seconds of silence of each silent member."""
         if heartbeats.get(own.replica_id, 0.0) > self._patience / 2:
-            # This group lives, so the lighthouse or the network to it is late.
+            # This group is alive, so the lighthouse or the network to it is late.
             return {}
         silent = {}
         for name in members:
-            # A member without a line may not have reached a lighthouse that was just started again.
+            # The page does not show a member that has not reached a restarted lighthouse yet. Such
+            # a member is not silent.
             seconds = heartbeats.get(name, 0.0)
             if seconds > self._patience:
                 silent[name] = seconds
@@ -312,13 +324,16 @@ def find_successors(
     others: Collection[Member],
     quorum: Collection[str],
 ) -> list[int]:
-    """Return the slots of groups that have left an exchange of `own` with `others`, and gone on.
+    """Return the slots of members that have left an exchange and have a new quorum without `own`.
 
-    These groups are in the lighthouse's last quorum, and this group is not. So that quorum is later
-    than the quorum of the exchange, whatever the ids are: a lighthouse that was started again
-    counts from the beginning. A quorum without any of `others` shows nothing. Its members may be
-    strangers, or groups that have come meanwhile, while `others` still wait in the exchange for a
-    long step.
+    If `own` is not in the lighthouse's last quorum, this quorum is not that of the exchange.
+    Members of the exchange that are in it have therefore left the exchange. The quorums' numbers
+    are of no use here, because a restarted lighthouse numbers its quorums from the beginning.
+
+    Args:
+        others: the other members of the exchange.
+        quorum: names in the lighthouse's last quorum. If none of `others` is among them, the quorum
+            shows nothing: its members may be strangers, or groups that have just come.
     """
     if own.replica_id in quorum:
         return []
@@ -334,15 +349,17 @@ def has_leaver(
 ) -> bool:
     """True if a member asks for the next quorum while this group still waits in the exchange.
 
-    A group that has found another group silent breaks the exchange off, and may be wrong. Over NCCL
-    nobody notices its abort, and the living members would wait for each other until their timeout.
-    The page counts the groups that ask, but does not name them. So all groups outside the exchange,
-    of any job, are assumed to ask as well. While one of these sends heartbeats and does not ask, a
-    leaver is not seen.
+    A group that finds another group silent aborts the exchange, perhaps by mistake. Over NCCL the
+    other members do not notice its abort, and would wait for each other until their timeout.
+
+    The page contains the number of the groups that ask, but not their names. So assume that all
+    living groups outside of the exchange ask. If more groups than these ask, one of them is a
+    member. As long as a living group outside of the exchange does not ask, one leaver goes
+    unnoticed.
 
     Args:
-        members: replica ids of the other members of the exchange.
-        patience: seconds of silence after which a group counts as gone.
+        members: names of the other members of the exchange.
+        patience: seconds without a heartbeat after which a group counts as gone.
     """
     inside = {own.replica_id, *members}
     num_outside = 0
@@ -360,8 +377,8 @@ def find_outsiders(
 ) -> list[int]:
     """Return the slots of the job's living groups that are not among `members`.
 
-    A group asks for a quorum only between two steps. Until then, the groups that ask may be given a
-    quorum without it.
+    There may be such groups because a group asks for a quorum only between two steps. The
+    lighthouse may give the other groups a quorum before that.
     """
     inside = {member.slot for member in members}
     living = find_living(own, status, heartbeat_timeout)
@@ -374,10 +391,13 @@ def find_cut_off(
     status: LighthouseStatus,
     step: int,
 ) -> list[Member]:
-    """Return the job's groups outside `members` whose last name reports dead links.
+    """Return the groups outside of `members` whose last name reports dead links.
 
-    Only groups with more than `step` updates. If they live, they are outside (see `Partition`):
-    they send no heartbeats until the links work again, or the groups at the other ends are gone.
+    Such a group may be alive: it sends no heartbeats until its links work again, or until the
+    groups at the other ends are gone (see `Partition`).
+
+    Args:
+        step: only groups with more committed updates than this count.
     """
     inside = {member.slot for member in members}
     newest: dict[int, Member] = {}
@@ -408,8 +428,8 @@ class GroupAges(NamedTuple):
 def find_ages(own: Member, status: LighthouseStatus, heartbeat_timeout: float) -> GroupAges | None:
     """Return the silence and the start of each of the job's groups.
 
-    None if this group's own heartbeats are late. Then the lighthouse does not hear, or this process
-    did not run, and the silence of other groups shows nothing.
+    None if this group's own heartbeats are late. Then the lighthouse does not get heartbeats, or
+    this process did not run, so the silence of other groups shows nothing.
     """
     if status.heartbeats.get(own.replica_id, heartbeat_timeout) >= heartbeat_timeout:
         return None
