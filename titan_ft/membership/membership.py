@@ -754,8 +754,8 @@ class Membership:
                 logger.warning("waiting for groups %s, which the quorum lacks", slots)
             time.sleep(_REPEAT_PAUSE_SECONDS)
         self._last_quorum = _LastQuorum(reply.quorum_id, names, admission)
-        # If this group is alone in the quorum and has not waited for an unknown group, the donors
-        # may become known later, so do not set this.
+        # A group that is alone in the quorum, and has not waited for an unknown group, must still
+        # wait for its donors in the next quorum: it may learn of them only later.
         if waited_for_unknown or len(admission.members) > 1:
             self._need_not_await_donors = True
         return _AcceptedQuorum(reply, admission, requested_at)

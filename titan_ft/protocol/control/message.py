@@ -12,20 +12,23 @@ MAX_BYTES = 1 << 20
 """Length of the longest frame."""
 
 _MAX_MESSAGE_BYTES = MAX_BYTES - 64
-"""Length of the longest message. A node that passes it on may write larger numbers around it."""
+"""Length of the longest message. It is shorter than the longest frame, because the frame adds
+numbers, which may take more bytes when another node passes the message on."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Refuses unknown fields. The decoder would recurse into them, and a deep one overflows it."""
+    """Refuses unknown fields: the decoder would skip them by recursion, and a deeply nested one
+    would overflow the stack."""
 
 
 class WordsMessage(_Struct, frozen=True, tag="words"):
     """To the parent: the words of all ranks of the sender's subtree for an agreement.
 
     Attributes:
-        too_long: the words do not fit into a message, and are left out.
+        number: number of the agreement.
+        too_long: the words together do not fit into a message, and are left out.
     """
 
     number: _Count
@@ -37,7 +40,8 @@ class AnswerMessage(_Struct, frozen=True, tag="answer"):
     """To a child: the decision of rank 0 in an agreement.
 
     Attributes:
-        announced: rank 0 has decided without the words of the ranks.
+        number: number of the agreement.
+        announced: rank 0 has decided without waiting for words.
     """
 
     number: _Count
@@ -53,7 +57,8 @@ class NoteMessage(_Struct, frozen=True, tag="note"):
 
 
 class ShareMessage(_Struct, frozen=True, tag="share"):
-    """To the parent: all ranks of the sender's subtree have said a note that needs all ranks."""
+    """To the parent: all ranks of the sender's subtree have sent this note
+    (`Node.send_note_with_all`)."""
 
     topic: str
 
@@ -62,8 +67,8 @@ class LossMessage(_Struct, frozen=True, tag="loss"):
     """To all neighbours: a rank is lost.
 
     Attributes:
-        host: of this rank, for people; empty = not known.
-        silent_seconds: without a heartbeat of this rank; 0 = it is lost for another reason.
+        host: name of the lost rank's host, for people; empty = not known.
+        silent_seconds: time without a heartbeat of this rank; 0 = it is lost for another reason.
     """
 
     rank: _Count
@@ -73,7 +78,7 @@ class LossMessage(_Struct, frozen=True, tag="loss"):
 
 
 class LeaveMessage(_Struct, frozen=True, tag="leave"):
-    """To all neighbours: the sender ends in order. The end of its connection is no loss."""
+    """To all neighbours: the sender leaves in order, so the end of its connection is no loss."""
 
 
 class EndMessage(_Struct, frozen=True, tag="end"):
