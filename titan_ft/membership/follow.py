@@ -1,10 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Following a lighthouse that moves: it is gone, or another lighthouse has announced itself.
+"""Follows a lighthouse that moves to another address.
 
-Rank 0 of each group follows, because it alone talks to the lighthouse. It also follows in the
-middle of a step. The lighthouse's successor knows no group. If this group sent no heartbeat there,
-the first groups that ask would be given a quorum without it.
+The lighthouse may die, and its successor may run on another host. The address is given by a file on
+shared storage, which the successor overwrites (it *announces* itself), or by a host name.
+
+Only rank 0 of each group follows, because only rank 0 talks to the lighthouse. It follows on a
+thread of its own, also in the middle of a step. The reason: the successor knows no group. If this
+group did not soon send heartbeats there, the first groups that ask would get a quorum without it.
 
 See docs/membership.md, "The lighthouse dies or moves".
 """
@@ -23,30 +26,31 @@ from titan_ft.system.address import split_address
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 0.2  # pause between two looks while the lighthouse does not answer
-_CALM_SECONDS = 1.0  # pause while it answers; longer for the groups after the first ones
-_NUM_FREQUENT = 32  # groups with the shortest calm pause
+_RETRY_SECONDS = 0.2  # pause between two checks while the lighthouse does not answer
+# Pause between two checks while the lighthouse answers. It is this long for the first
+# `_NUM_FREQUENT` groups, and longer for the others.
+_HEALTHY_PAUSE_SECONDS = 1.0
+_NUM_FREQUENT = 32
 _CONNECT_SECONDS = 0.5
 _ANSWER_BYTES = 65536
-_UNREADABLE_SECONDS = 10.0
-"""If the file cannot be read for this time, a lighthouse that answers is believed without the
-file."""
+_MAX_UNREADABLE_SECONDS = 10.0
+"""If the file cannot be read for this time, trust a lighthouse that answers without the file."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
 class LighthouseFollower:
-    """Notices where the lighthouse is, and has the group's seat moved there.
+    """Finds out where the lighthouse is, and moves the group's seat there.
 
-    `Seat` creates it on rank 0. It holds a silent connection to the lighthouse, on a thread of its
-    own. Such a connection shows at once that the lighthouse's process has died, and within seconds
-    that its host is gone. Any thread may call `check` and `close`. If the seat cannot be moved, the
-    follower tries again.
+    `Seat` creates it on rank 0. The follower's thread keeps a connection to the lighthouse on which
+    nothing is sent. The connection shows at once that the lighthouse's process has died, and within
+    seconds that its host is gone. Any thread may call `check` and `close`. If the seat cannot be
+    moved, the follower tries again.
 
     Args:
-        address: the lighthouse's address.
+        address: address of the lighthouse, as it was given to the group.
         slot: slot of this group.
-        move: moves the seat to a place. Returns False if that was not possible.
+        move: moves the seat to another place. Returns False if that was not possible.
     """
 
     def __init__(
@@ -57,14 +61,15 @@ class LighthouseFollower:
     ) -> None:
         self._address = address
         self._move = move
-        self._calm_seconds = _CALM_SECONDS * (1 + (slot // _NUM_FREQUENT).bit_length())
-        self._checking = threading.Lock()
+        num_pauses = 1 + (slot // _NUM_FREQUENT).bit_length()
+        self._healthy_pause_seconds = _HEALTHY_PAUSE_SECONDS * num_pauses
+        self._check_lock = threading.Lock()
         self._unreadable_since: float | None = None
         self._closed = threading.Event()
-        self._line: socket.socket | None = None  # the silent connection
-        # A gate does not answer the request of `_open_line`, and keeps the connection open. A
-        # lighthouse without a gate answers and closes the connection. To such a lighthouse, a
-        # connection without a request stays open.
+        self._connection: socket.socket | None = None  # the silent connection to the lighthouse
+        # A lighthouse with a gate needs a request on the connection (see `_connect`), does not
+        # answer it, and keeps the connection open. A lighthouse without a gate answers a request
+        # and closes the connection, but keeps a connection without a request open.
         self._has_gate = True
         threading.Thread(target=self._run, name="titan_ft_follow", daemon=True).start()
 
@@ -76,14 +81,14 @@ class LighthouseFollower:
     def check(self) -> bool:
         """True if the seat is at the place that was announced last. If not, try to move it there.
 
-        A superseded lighthouse that was merely slow may still answer. So the result is False while
-        the file with the announcement cannot be read. If the file cannot be read for long, the
-        result is True, because training must go on.
+        If the file with the announcement cannot be read, the result is False: there may be a
+        successor, while the former lighthouse was only slow and still answers. If the file cannot
+        be read for long, the result is True, because training must continue.
         """
-        with self._checking:
+        with self._check_lock:
             place = self._address.look()
             if place is None:
-                return self._is_believed_unread()
+                return self._is_trusted_without_file()
             self._unreadable_since = None
             former = self._address.place
             if place == former:
@@ -99,74 +104,76 @@ class LighthouseFollower:
                 self._wake()
             return False
 
-    def _is_believed_unread(self) -> bool:
-        """True if the lighthouse in use is believed although its place cannot be read now."""
+    def _is_trusted_without_file(self) -> bool:
+        """True if the present lighthouse may be trusted although the file cannot be read now."""
         if not self._address.is_file:
             return True
         now = time.monotonic()
         if self._unreadable_since is None:
             self._unreadable_since = now
-        return now - self._unreadable_since >= _UNREADABLE_SECONDS
+        return now - self._unreadable_since >= _MAX_UNREADABLE_SECONDS
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            answers = self._listen()
-            # A name may stand for several addresses in turn. So for a name, only a lighthouse that
-            # is gone has moved.
+            answers = self._watch_lighthouse()
+            # A host name may resolve to several addresses in turn. So with a host name, look for a
+            # move only if the lighthouse does not answer.
             if self._address.is_file or not answers:
                 self.check()
             if not answers:
                 self._closed.wait(_RETRY_SECONDS)
-        self._hang_up()
+        self._disconnect()
 
-    def _listen(self) -> bool:
-        """Wait for the calm pause. Return False if the lighthouse went away or is not there."""
+    def _watch_lighthouse(self) -> bool:
+        """Wait for one pause. Return False if the lighthouse dies meanwhile, or does not listen."""
         place = self._address.place
         assert place is not None, "the seat was taken at a place"
         try:
-            if self._line is None:
+            if self._connection is None:
                 headers = self._address.headers if self._has_gate else {}
-                self._line = _open_line(place.url, headers)
-            self._line.settimeout(self._calm_seconds)
-            if self._line.recv(_ANSWER_BYTES):
-                self._has_gate = False  # an answer, so this is no gate: connect without a request
-                self._hang_up()
+                self._connection = _connect(place.url, headers)
+            self._connection.settimeout(self._healthy_pause_seconds)
+            if self._connection.recv(_ANSWER_BYTES):
+                # An answer, so there is no gate. Connect without a request the next time.
+                self._has_gate = False
+                self._disconnect()
                 return True
-            self._has_gate = True  # the end of the connection; the next lighthouse may have a gate
+            # The connection has ended. The next lighthouse may have a gate.
+            self._has_gate = True
         except TimeoutError:
-            if self._line is not None:
-                return True  # the line was silent all the time, as it should be
+            if self._connection is not None:
+                return True  # The connection was silent all the time, as it should be.
         except OSError:
             pass
-        self._hang_up()
+        self._disconnect()
         return False
 
     def _wake(self) -> None:
-        """End the wait of the follower's thread. That thread alone may close the line."""
-        line = self._line
-        if line is not None:
-            with contextlib.suppress(OSError):  # the thread has just closed the line
-                line.shutdown(socket.SHUT_RDWR)
+        """End the wait of the follower's thread. Only that thread may close the connection."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):  # The thread may just have closed the connection.
+                connection.shutdown(socket.SHUT_RDWR)
 
-    def _hang_up(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
 
-def _open_line(url: str, headers: Mapping[str, str]) -> socket.socket:
+def _connect(url: str, headers: Mapping[str, str]) -> socket.socket:
     """Connect to a lighthouse.
 
     Args:
-        headers: of a request that holds the connection open at a gate, which closes connections
-            without a request; empty = send no request.
+        headers: headers of a request. A gate closes a connection without a request, and keeps it
+            open with this request. Empty = send no request.
     """
-    line = socket.create_connection(split_address(url), timeout=_CONNECT_SECONDS)
+    connection = socket.create_connection(split_address(url), timeout=_CONNECT_SECONDS)
     if headers:
         fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        line.sendall(f"GET /hold HTTP/1.1\r\nConnection: close\r\n{fields}\r\n".encode())
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.sendall(f"GET /hold HTTP/1.1\r\nConnection: close\r\n{fields}\r\n".encode())
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return line
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
