@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Agreement among the ranks of one replica group, over the group's own process groups."""
+"""Collectives among the ranks of one replica group, over the group's own process groups.
+
+The ranks use them to agree on a fact that each rank knows differently, such as the time.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
-_MASK_BITS = 62  # of the masks that `union` gathers: an int64 has a sign
+_MASK_BITS = 62  # bits that `union` uses of an int64, which has a sign
 
 
 class GroupCollectives:
     """Collectives among the ranks of this replica group.
 
     The trainer creates it. The training thread calls every method, and all ranks of the group call
-    the same methods in the same order. A lost rank breaks the collective, which ends the process.
-    The control tree (`control_tree.py`) serves the other threads.
+    the same methods in the same order. If a rank is lost, the collective fails, and the process
+    ends. For agreements on other threads there is the control tree (`control_tree.py`).
 
     Args:
         where: device of the collectives.
@@ -32,7 +35,7 @@ class GroupCollectives:
 
     @property
     def leads(self) -> bool:
-        """True on the group's rank 0. This is no collective."""
+        """True on the group's rank 0. Not a collective."""
         return dist.get_rank() == 0
 
     def gather_losses(self, values: Sequence[float]) -> torch.Tensor:
@@ -54,7 +57,10 @@ class GroupCollectives:
         return [int(v) for v in self._gather(own, dist.group.WORLD).tolist()]
 
     def union(self, numbers: Collection[int]) -> set[int]:
-        """Return the numbers that at least one rank has. Numbers are >= 0."""
+        """Return the numbers that at least one rank has. Numbers are >= 0.
+
+        Each gathered integer is a mask: its bits stand for `_MASK_BITS` numbers in a row.
+        """
         found: set[int] = set()
         largest = max(self.gather(max(numbers, default=-1)))
         for first in range(0, largest + 1, _MASK_BITS):

@@ -20,8 +20,8 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 _MIN_PAUSE_SECONDS = MIN_SILENCE_SECONDS / 4
-"""Pause between two checks of the first `_NUM_FREQUENT` groups. It bounds how late a loss is
-reported."""
+"""Pause between two checks in the `_NUM_FREQUENT` groups with the lowest slots. A loss is reported
+late by no more than this."""
 _NUM_FREQUENT = 4
 
 
@@ -54,10 +54,11 @@ class RollCall:
         self._lock = threading.Lock()  # guards the roll and the step, which both threads use
         self._roll = Roll(config.replica_id, config.heartbeat_timeout_ms / 1000)
         self._step = 0
-        # The checking thread alone uses the fields below.
+        # Only the thread of the checks uses the fields below.
         self._last_check = time.monotonic()
-        self._could_hear = True  # at the last check, this process heard of the other groups
-        self._has_failed = False  # the last check failed
+        # True if at the last check this process knew the heartbeats of the other groups.
+        self._could_hear = True
+        self._has_failed = False  # True if the last check failed
         threading.Thread(target=self._run, name="titan_ft_roll_call", daemon=True).start()
 
     def commit(self, step: int, slots: Collection[int], num_steps: int = 1) -> None:
@@ -79,7 +80,7 @@ class RollCall:
             try:
                 self._check()
             except Exception:
-                # The thread must survive: without it no lost group would be reported any more.
+                # The thread must continue. Otherwise no lost group would be reported any more.
                 self._could_hear = False
                 # Log one traceback for several failures in a row, not one every few seconds.
                 if not self._has_failed:
@@ -101,7 +102,7 @@ class RollCall:
             return
         ages, started = heartbeats
         with self._lock:
-            # A process that was frozen, or had no answer from the lighthouse, heard of no group.
+            # A process that was frozen, or had no answer from the lighthouse, could hear no group.
             # Without new clocks it would report every other group as lost.
             if not self._could_hear:
                 self._roll.restart_clocks(now)
@@ -133,9 +134,9 @@ class RollCall:
 def _pause_seconds(slot: int) -> float:
     """Return the pause of a group between two checks.
 
-    The status page has a line for each group. If all groups checked equally often, the traffic
-    would grow with the square of their number. So only slots 0 to 3 check often. Slots 4 to 7 pause
-    twice as long, slots 8 to 15 three times as long, and so on.
+    Each check reads the status page, which has a line for each group. If all groups checked equally
+    often, the traffic would grow with the square of their number. So only slots 0 to 3 check often.
+    Slots 4 to 7 pause twice as long, slots 8 to 15 three times as long, and so on.
     """
     factor = 1 + (slot // _NUM_FREQUENT).bit_length()
     return _MIN_PAUSE_SECONDS * factor

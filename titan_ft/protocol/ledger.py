@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ledger: how far each slot's data has been trained, so that every batch is trained once.
 
-The data is cut into `group_size` *slots*. Slot r is the share of replica group r. A *reader* is a
-group that trains on, and reads the data of one or more slots.
+The job's data is cut into `group_size` shares, one for each replica group. As each group has a
+*slot* (its number in the job), so has its share. A *reader* is a group that takes part in the next
+update. It reads the data of its own slot, and perhaps of slots of absent groups.
 
 1. In each exchange, a group sends *entries*: which batches of which slots its gradients are made
    of, and the states of the loaders after these batches.
@@ -12,8 +13,8 @@ group that trains on, and reads the data of one or more slots.
 3. So the next reader of a slot continues exactly after the last committed batch. It may be another
    group, if the slot's own group is absent.
 
-In every group, the ranks of one index read the same part of a slot. So a rank's ledger has the
-loader states of ranks with its own index only.
+Each rank of a group reads one part of a slot, its *shard*. A rank's ledger contains the loader
+states of its own shard only, for all slots.
 
 See docs/data.md.
 """
@@ -40,9 +41,9 @@ class Entry:
         slot: the slot of the data.
         first_batch: number of the first batch in the slot, counted from 0 over the whole job.
         num_batches: number of batches.
-        state: the loader's state after the last batch (see `titan_ft.engine.loader_state`).
-        following: mark of the batch after the last one (`feed.mark`); empty = that batch is not
-            read yet. A reader that opens a loader at `state` compares it with its first batch.
+        state: the data loader's state after the last batch (see `titan_ft.engine.loader_state`).
+        following: hash of the batch after the last one (`feed.mark`); empty = that batch is not
+            read yet. A reader that opens a loader at `state` checks its first batch with this hash.
     """
 
     slot: int
@@ -58,7 +59,7 @@ class Entry:
 
 
 def encode(entries: Iterable[Entry]) -> bytes:
-    """Pack entries for the wire: a JSON line, then the states, all deflated."""
+    """Pack entries for a message: a JSON line, then the states, all compressed."""
     entries = list(entries)
     if not entries:
         return b""
@@ -87,14 +88,14 @@ def decode(data: bytes) -> list[Entry]:
 class Ledger:
     """How far each slot is trained, and which group reads which slot next.
 
-    Equal in all groups that hold the same state. `Feed` reads it, and the trainer's counters
-    advance it. Training thread only. An update that does not fit is a bug: `advance` raises, and
-    some slots may have advanced.
+    Equal in all groups that hold the same state. On the training thread, `Feed` reads the ledger,
+    and the trainer's counters advance it. If an update does not continue where the ledger ends,
+    that is a bug: `advance` raises, and some slots may have advanced.
 
     Args:
         num_slots: `group_size`.
-        shard: this rank's part of a slot.
-        num_shards: number of parts of a slot: the data-parallel degree within a group.
+        shard: number of this rank's shard within a slot.
+        num_shards: number of shards of a slot: the data-parallel degree within a group.
     """
 
     def __init__(self, num_slots: int, shard: int = 0, num_shards: int = 1) -> None:
@@ -107,8 +108,8 @@ class Ledger:
         self.readers: tuple[GroupProcess, ...] = ()
         """The groups that were ready at the last update; empty = each group reads its own slot.
 
-        The readers share the slots of absent groups. A restarted group is another process. It reads
-        nothing until it has been ready at an update.
+        The readers share the slots of absent groups. A restarted group counts as absent, because it
+        is another process, until it has been ready at an update.
         """
 
     def count_committed(self, slot: int) -> int:
@@ -116,11 +117,11 @@ class Ledger:
         return self._ends[slot]
 
     def loader_state(self, slot: int) -> bytes | None:
-        """Return the loader's state after the last committed batch; None = there is none."""
+        """Return the loader's state after the last committed batch; None = there is no batch."""
         return self._states.get(slot)
 
     def next_mark(self, slot: int) -> str:
-        """Return the mark of the batch after the last committed one of `slot`; empty = unknown."""
+        """Return the hash of the batch after the last committed one of `slot`; empty = unknown."""
         return self._following.get(slot, "")
 
     def shard_of(self, slot: int) -> tuple[int, int]:
@@ -170,7 +171,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the ledger by one that `state_dict` has returned."""
+        """Replace the ledger's content by that of a `state_dict`."""
         self._ends = dict(enumerate(state_dict["ends"]))
         states, following = state_dict["states"], state_dict["following"]
         self._states = {int(slot): base64.b64decode(state) for slot, state in states.items()}
@@ -180,8 +181,8 @@ class Ledger:
     def shards(self) -> dict[str, dict[str, Any]]:
         """Return this rank's part of the ledger, by the number of the shard in the whole job.
 
-        A checkpoint holds this form. It does not depend on how the data is cut into groups and
-        ranks.
+        Checkpoints contain this form, because it does not depend on the number of groups and of
+        ranks in a group: only their product, the number of all shards, must stay the same.
         """
         shards = {}
         for slot, end in self._ends.items():
@@ -194,7 +195,7 @@ class Ledger:
         return shards
 
     def load_shards(self, shards: dict[str, dict[str, Any]]) -> None:
-        """Replace the ledger by the `shards()` of a run with the same number of shards."""
+        """Replace the ledger's content by the `shards` of a run with the same number of shards."""
         for slot in range(self.num_slots):
             number, _num_shards = self.shard_of(slot)
             found = shards[str(number)]
@@ -206,7 +207,10 @@ class Ledger:
 
 
 def share_out(slots: Iterable[int], readers: Sequence[_Reader]) -> dict[_Reader, list[int]]:
-    """Deal `slots` without a reader out to `readers`, the same way in every group."""
+    """Deal `slots`, which have no reader of their own, out to `readers`.
+
+    The result depends only on the arguments and their order, so it is the same in every group.
+    """
     shares: dict[_Reader, list[int]] = {reader: [] for reader in readers}
     if not readers:
         return shares
@@ -230,10 +234,10 @@ def deal_anew(
     Returns:
         The additional slots of each present reader.
     """
-    lacking: list[int] = []
+    slots_of_absent: list[int] = []
     for reader in shares.keys() - set(present):
-        lacking += shares.pop(reader)
-    dealt = share_out(lacking, sorted(shares))
+        slots_of_absent += shares.pop(reader)
+    dealt = share_out(slots_of_absent, sorted(shares))
     for reader, slots in dealt.items():
         shares[reader] += slots
     return dealt

@@ -1,12 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which other groups of the job are lost, because they have been silent for too long; pure.
+"""Which other groups of the job are *lost*: silent for too long. No clock, no thread.
 
 If a worker dies, its group closes its connections, and the group's agent restarts it within
-seconds. If a host is lost, or a group is frozen or cut off, nothing is closed and nothing is
-restarted. The other groups would train on, and no line would report the missing group. So every
-group watches how long each other group has been silent. A group is heard by its heartbeats, which
-the lighthouse lists on its status page, and by the updates in which it takes part.
+seconds. If a host is lost, or if a group is frozen or cut off, nothing is closed and nothing is
+restarted. The other groups would train on, and no line in a log would report the missing group. So
+every group measures how long each other group has been silent. Two things end a silence: a
+heartbeat of the group, which the lighthouse shows on its status page, and an update in which the
+group takes part.
+
+`RollCall` (membership/roll_call.py) calls it: `commit` after each update, and `find_changes` every
+few seconds with the heartbeats.
 """
 
 from __future__ import annotations
@@ -24,16 +28,17 @@ MIN_SILENT_STEPS = 3
 MIN_SILENT_HEARTBEATS = 4
 """A silence of fewer heartbeat timeouts is not reported: the timeout may be a minute."""
 _REPORT_AGAIN_FACTOR = 4.0
-"""A lost group is reported again when its silence is this many times that of the last report.
+"""A lost group is reported again when its silence is this many times as long as at the last report.
 
-A group that is being restarted is silent too, so `GroupFold.find_silence` ignores a report during a
-restart. If the host is lost during that restart, only another report shows the loss.
+A group that is being restarted is silent as well, so the reader of the reports
+(`GroupFold.find_silence`) ignores a report during a restart. If the host is lost during that
+restart, only another report shows the loss.
 """
-_NUM_RECENT_STEPS = 8
+_NUM_RECENT_STEPS = 8  # The usual duration of a step is the median of so many steps.
 
 
 def silence_limit(step_seconds: float, heartbeat_timeout: float) -> float:
-    """Return after how many seconds of silence a group is lost.
+    """Return the seconds of silence after which a group is lost.
 
     Args:
         step_seconds: duration of a usual step; 0 if not known yet.
@@ -66,7 +71,7 @@ class Back:
 
 @dataclass
 class _Group:
-    """What this group knows of one other group; times are of this host's monotonic clock."""
+    """One other group. Times are seconds of this host's monotonic clock, unless stated otherwise."""
 
     heard: float
     """Time of the latest heartbeat or update."""
@@ -75,23 +80,25 @@ class _Group:
     reported_silence: float = 0.0
     """Seconds of silence at the latest report; 0 if the group is not lost."""
     heard_before_report: float = 0.0
-    """`heard` at the latest report: the silence began then."""
+    """The value of `heard` at the latest report, at which the reported silence began."""
     process_started: float = 0.0
     """Unix seconds at which the group's newest process started; 0 if not known."""
     trains_since: float = -math.inf
-    """Time of the newest process's first update.
+    """Time of the first update of the group's newest process.
 
-    -inf for the first process of the group that this group hears of: it may have trained for long.
-    +inf for a process that was started later and has not taken part in an update yet.
+    -inf for the first process that this group has heard of: it may have trained for long. +inf for
+    a process that was started later, and has not taken part in an update yet.
     """
 
 
 class Roll:
-    """How long each other group has been silent. Times are seconds of this host's monotonic clock.
+    """Finds lost groups. Times are seconds of this host's monotonic clock.
+
+    Not thread-safe: `RollCall` holds a lock.
 
     Args:
         own: slot of this group.
-        heartbeat_timeout: in seconds.
+        heartbeat_timeout: seconds after which the lighthouse gives a group up.
     """
 
     def __init__(self, own: int, heartbeat_timeout: float) -> None:
@@ -123,7 +130,7 @@ class Roll:
             group.trains_since = min(group.trains_since, now)
 
     def restart_clocks(self, now: float) -> None:
-        """Let every silence begin now, because this group could hear nobody for a while.
+        """Let every silence begin now, because this process could hear no group for a while.
 
         A group that was reported as lost stays lost until it is heard again.
         """
@@ -154,9 +161,9 @@ class Roll:
             report_due = max(limit, _REPORT_AGAIN_FACTOR * group.reported_silence)
             if slot in left:
                 group.reported_silence = 0.0
-            # A newer heartbeat alone does not prove that a lost group is back. On a busy host, this
-            # process reads the status page seconds late, and the last heartbeat of a dead group
-            # then seems to be newer than in the read before.
+            # A group is back only if its silence is short. A newer heartbeat than before is no
+            # proof: on a busy host, this process may read the page seconds late, and then the last
+            # heartbeat of a dead group seems to be newer than at the read before.
             elif is_lost and silence < limit / 2:
                 changes.append(Back(slot, group.heard - group.heard_before_report))
                 group.reported_silence = 0.0
@@ -176,8 +183,8 @@ class Roll:
         for slot, age in ages.items():
             if slot == self._own:
                 continue
-            # The status page lists groups for ever. A group that was lost before this one came is
-            # none of this group's concern.
+            # The status page shows dead groups for ever. Ignore a group that was lost before this
+            # group came.
             if slot not in self._groups and age >= limit:
                 continue
             group = self._groups.setdefault(slot, _Group(now - age))
@@ -187,8 +194,8 @@ class Roll:
     def _must_report(self, silent: _Group, ages: Mapping[int, float], limit: float) -> bool:
         """Return True unless a living group with a lower slot reports the silent group.
 
-        One report is enough. A group that was restarted during the silence has never heard the
-        silent group and reports nothing, so the report is not left to it.
+        One report for the whole job is enough. A group that was restarted during the silence has
+        never heard the silent group, and does not report it. So do not rely on such a group.
         """
         for slot, age in ages.items():
             group = self._groups.get(slot)
@@ -209,5 +216,5 @@ def _note_process(group: _Group, started: float) -> None:
 
 
 def _has_heard(group: _Group, silent: _Group) -> bool:
-    """Return whether the current process of `group` trained while `silent` was still heard."""
+    """Return True if the current process of `group` trained while `silent` was still heard."""
     return group.last_step is not None and group.trains_since <= silent.heard
