@@ -143,6 +143,7 @@ class _GlooOperation:
             try:
                 return bool(self._work.wait(timedelta(seconds=_CHECK_SECONDS)))
             except RuntimeError:
+                # torch raises this error if the time is over, and also if the operation failed.
                 if self._work.is_completed():
                     # The operation has ended: this raises its error. It returns if the operation
                     # has succeeded right after the wait above.

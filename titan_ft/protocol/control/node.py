@@ -35,7 +35,9 @@ network between two neighbours is broken, each of them reports the other one as 
 
 *Links.* For each neighbour there is a `TreeLink` (`link.py`). It numbers the messages to the
 neighbour, and keeps each one until the neighbour has acknowledged it. A new connection sends the
-kept messages again. So no message is lost when a connection breaks.
+kept messages again. So no message is lost when a connection breaks. A *frame* is one message on a
+connection, as bytes. A frame is *bad* if it cannot be decoded, or if its message is impossible in
+the present state of the protocol.
 """
 
 from __future__ import annotations
@@ -160,9 +162,9 @@ class Node:
     `ControlTree` and `ControlSockets` call the node, from the tree's own thread and from the rank's
     threads. The node is not thread-safe: the caller holds one lock during each call.
 
-    Each method below is an *event*, and returns the actions that the caller must carry out, in this
-    order. After each event the caller reads `next_tick`, and calls `tick` at that time. If an event
-    raises, it has changed nothing.
+    Each public method is an *event*, and returns the actions that the caller must carry out, in
+    this order. After each event the caller reads `next_tick`, and calls `tick` at that time. If an
+    event raises, it has changed nothing.
 
     Args of the events:
         now: the time in seconds, by any monotonic clock. All events have this argument, also those
