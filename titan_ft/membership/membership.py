@@ -253,7 +253,9 @@ class Membership:
             )
 
         self._seat.enter(make_first_name)
-        self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.thread_initializer())
+        self._thread = ThreadPoolExecutor(
+            1, "titan_ft_quorum", initializer=device.thread_initializer()
+        )
         self._requested_quorum: Future[Quorum] | None = None  # None from `vote` to the next request
         # Set when this group has nothing left to compute before it needs the requested quorum.
         self._is_quorum_needed = threading.Event()

@@ -71,7 +71,7 @@ class Back:
 
 @dataclass
 class _Group:
-    """One other group. Times are seconds of this host's monotonic clock, unless stated otherwise."""
+    """One other group. Times are by this host's monotonic clock, unless stated otherwise."""
 
     heard: float
     """Time of the latest heartbeat or update."""

@@ -116,8 +116,8 @@ class Row:
         connecting: the member's gradients were ready before its process group was.
         activity: what the member did until its gradients were ready (`Why`).
         nonfinite: the gradients that the member gave to the sum contain an inf or a NaN. This field
-            is not sent as a float. The exchange adds it (`Reduced.nonfinite`). If it were sent, the
-            host would have to wait for the GPU once more.
+            is not sent as a float. The exchange adds it (`ExchangeResult.nonfinite`). If it were
+            sent, the host would have to wait for the GPU once more.
     """
 
     slot: int
