@@ -17,7 +17,12 @@ states after a failure. Three numbers in each row identify the member's state:
    the same lineage must have the same bytes. If their digests differ, one of them is corrupt.
 
 `judge` chooses the job's step, lineage and digest in this order. The *holders* are the members
-whose state has all three. See docs/exchange.md, "Verdict".
+whose state has all three.
+
+The job's data is cut into one share for each group. A share is called a *slot*, and has the number
+of its group. A group may also train slots of absent groups.
+
+See docs/exchange.md, "Verdict".
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from titan_ft.protocol.healing import NO_DONOR
+from titan_ft.protocol.healing import NO_DIGEST, NO_DONOR
 from titan_ft.protocol.row import Row, Standing
 
 
@@ -42,7 +47,7 @@ class Verdict:
         strays: members that claim to have the job's state, but have another one. They must heal.
         corrupt: strays whose state has the job's lineage, but other bytes.
         tie: True if the digests of one lineage differ, and no digest has a majority.
-        digest: digest of the job's state; 0 = no holder has computed it.
+        digest: digest of the job's state; `NO_DIGEST` = no holder has computed it.
         verified: True if all holders have computed the digest.
         duplicates: holders that have trained data which another holder has trained as well. The
             other holder's gradients count, theirs do not.
@@ -115,9 +120,9 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
     corrupt: list[int] = []
     if not tie:  # In a tie nobody knows which bytes are right, so there are no holders.
         # Most rounds compare no bytes. So a member without a digest counts as a holder.
-        holders = [rank for rank in same_lineage if rows[rank].digest in (0, digest)]
+        holders = [rank for rank in same_lineage if rows[rank].digest in (NO_DIGEST, digest)]
         corrupt = _without(same_lineage, holders)
-    digests = [rows[rank].digest for rank in holders]
+    have_all_computed = all(rows[rank].digest != NO_DIGEST for rank in holders)
     duplicates = _find_duplicates(holders, slots_read)
     ready = [rank for rank in holders if rows[rank].standing is Standing.READY]
     excluded = []
@@ -147,7 +152,7 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
         corrupt=tuple(corrupt),
         tie=tie,
         digest=digest,
-        verified=bool(digests) and all(digests),
+        verified=bool(holders) and have_all_computed,
         duplicates=duplicates,
         ready=tuple(ready),
         contributors=tuple(contributors),
@@ -165,7 +170,9 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
 
 
 def find_sum_spoilers(rows: Sequence[Row]) -> list[int]:
-    """Return the slots whose non-finite gradients make the sum useless; empty = use the sum.
+    """Return the slots of members whose non-finite gradients spoil the sum; empty = use the sum.
+
+    `Rounds` calls it before it uses the sum of an exchange.
 
     If no member has finite gradients, all of them *force* theirs: they give them all the same, and
     the sum counts. If only some members force theirs, they must not spoil the finite gradients of
@@ -235,8 +242,8 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
 
     If states of one lineage have different bytes, some of them are corrupt. The digest of the
     majority is right. Without a majority there is a tie. At step 0 there is no tie, because nothing
-    is trained yet: any initial state is right, and the lowest rank's is chosen. The digest is 0 if
-    no rank has computed one.
+    is trained yet: any initial state is right, and the lowest rank's is chosen. The digest is
+    `NO_DIGEST` if no rank has computed one.
 
     A member that has not trained yet has loaded a checkpoint, perhaps from a corrupt group. So its
     digest is no independent vote for a digest that a training member shows as well.
@@ -245,7 +252,7 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
     loaded: list[int] = []
     for rank in same_lineage:
         row = rows[rank]
-        if not row.digest:
+        if row.digest == NO_DIGEST:
             continue
         if row.training:
             trained.append(row.digest)
@@ -258,7 +265,7 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
         only_loaded = set(loaded) - set(trained)
         votes = trained + sorted(only_loaded)
     if not votes:
-        return 0, False
+        return NO_DIGEST, False
     most_common = Counter(votes).most_common(2)
     digest, num_votes = most_common[0]
     is_tied = False
