@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Judge whether the first bytes of a connection to the lighthouse show the run's secret. Pure.
 
-torchft's client sends no headers of the caller and has no TLS, but it keeps the user information of
-its URL. With `http://SECRET@host:port` the first HEADERS frame of a connection (RFC 9113) has the
-pseudo-header `:authority: SECRET@host:port`. Readers of the status page send an HTTP/1 request with
-`Authorization: Bearer SECRET`.
+A member shows the secret in one of two ways:
 
-The gate calls `Greeting.judge` for each connection, with all bytes so far.
+- torchft's client speaks HTTP/2. It sends no headers of the caller and has no TLS, but it keeps the
+  user information of its URL. With `http://SECRET@host:port` the first HEADERS frame of a
+  connection (RFC 9113) has the pseudo-header `:authority: SECRET@host:port`. The frame is encoded
+  by HPACK (RFC 7541), so the text may be Huffman-coded.
+- Readers of the status page send an HTTP/1 request with `Authorization: Bearer SECRET`.
+
+The gate calls `Greeting.judge` for each connection, with all bytes so far, whenever bytes arrive.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ class Greeting:
     def __init__(self, secret: str) -> None:
         self._plain = f"{secret}@".encode()
         bits = "".join(_HUFFMAN[letter] for letter in f"{secret}@")
-        # The code ends within a byte, whose other bits are of the host after the @.
+        # The code ends within a byte. The other bits of that byte belong to the host after the @.
         num_whole_bytes = len(bits) // 8
         self._coded = int(bits[: 8 * num_whole_bytes], 2).to_bytes(num_whole_bytes, "big")
         self._last_bits = bits[8 * num_whole_bytes :]
@@ -171,16 +174,17 @@ class Greeting:
         if flags & _PRIORITY:
             body = body[_PRIORITY_BYTES:]
         for text, is_coded in _find_authorities(body):
-            return self._shows_secret(text, is_coded)
+            return self._shows_secret(text, is_coded)  # only the first one counts
         return False
 
     def _shows_secret(self, text: bytes, is_coded: bool) -> bool:
         if not is_coded:
             return hmac.compare_digest(text[: len(self._plain)], self._plain)
-        whole = len(self._coded)
-        if not hmac.compare_digest(text[:whole], self._coded):
+        num_whole_bytes = len(self._coded)
+        if not hmac.compare_digest(text[:num_whole_bytes], self._coded):
             return False
-        return f"{text[whole]:08b}".startswith(self._last_bits)
+        last_byte = f"{text[num_whole_bytes]:08b}"
+        return last_byte.startswith(self._last_bits)
 
 
 def _split_field(line: bytes) -> tuple[bytes, bytes]:
@@ -200,45 +204,55 @@ def _find_authorities(block: bytes) -> Iterator[tuple[bytes, bool]]:
     Raises:
         IndexError, ValueError: the block is malformed.
     """
-    place = 0
+    offset = 0
     for _ in range(_MAX_FIELDS):
-        if place >= len(block):
+        if offset >= len(block):
             return
-        first = block[place]
-        if first & 0x80:  # an indexed field
-            _, place = _read_integer(block, place, 7)
+        first = block[offset]
+        is_indexed_field = bool(first & 0x80)
+        if is_indexed_field:  # its value is in a table
+            _, offset = _read_integer(block, offset, prefix_bits=7)
             continue
-        if first & 0xE0 == 0x20:  # a new size of the dynamic table
-            _, place = _read_integer(block, place, 5)
+        is_table_size = first & 0xE0 == 0x20
+        if is_table_size:
+            _, offset = _read_integer(block, offset, prefix_bits=5)
             continue
-        name, place = _read_integer(block, place, 6 if first & 0x40 else 4)
-        if name == 0:
-            _, _, place = _read_string(block, place)
-        text, is_coded, place = _read_string(block, place)
-        if name == _AUTHORITY:
+        is_added_to_table = bool(first & 0x40)
+        name_index, offset = _read_integer(block, offset, prefix_bits=6 if is_added_to_table else 4)
+        has_literal_name = name_index == 0
+        if has_literal_name:
+            _, _, offset = _read_string(block, offset)
+        text, is_coded, offset = _read_string(block, offset)
+        if name_index == _AUTHORITY:
             yield text, is_coded
 
 
-def _read_string(block: bytes, place: int) -> tuple[bytes, bool, int]:
-    is_coded = bool(block[place] & 0x80)
-    length, place = _read_integer(block, place, 7)
-    text = block[place : place + length]
+def _read_string(block: bytes, offset: int) -> tuple[bytes, bool, int]:
+    """Return a string of HPACK, whether it is Huffman-coded, and the offset after it."""
+    is_coded = bool(block[offset] & 0x80)
+    length, offset = _read_integer(block, offset, prefix_bits=7)
+    text = block[offset : offset + length]
     if len(text) < length:
         raise ValueError("a string is longer than its block")
-    return text, is_coded, place + length
+    return text, is_coded, offset + length
 
 
-def _read_integer(block: bytes, place: int, prefix_bits: int) -> tuple[int, int]:
-    """Return an integer of HPACK, and the place after it."""
-    most = (1 << prefix_bits) - 1
-    number = block[place] & most
-    place += 1
-    if number < most:
-        return number, place
+def _read_integer(block: bytes, offset: int, prefix_bits: int) -> tuple[int, int]:
+    """Return an integer of HPACK, and the offset after it.
+
+    A small number fits in the low `prefix_bits` of the first byte. If these bits are all 1, further
+    bytes follow, with 7 bits each. The high bit of such a byte says that another one follows.
+    """
+    max_in_prefix = (1 << prefix_bits) - 1
+    number = block[offset] & max_in_prefix
+    offset += 1
+    if number < max_in_prefix:
+        return number, offset
     for shift in range(0, _MAX_SHIFT + 1, 7):
-        byte = block[place]
-        place += 1
+        byte = block[offset]
+        offset += 1
         number += (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, place
+        is_last = byte < 0x80
+        if is_last:
+            return number, offset
     raise ValueError("an integer is too large")
