@@ -34,7 +34,15 @@ from titan_ft.run.events import (
     WorkerStarted,
 )
 from titan_ft.run.excerpt import read_end
-from titan_ft.run.log import EventLog, Place, decode, encode, read_events, read_history, stream
+from titan_ft.run.log import (
+    EventLog,
+    ReadPosition,
+    decode,
+    encode,
+    read_events,
+    read_history,
+    stream_events,
+)
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail, last_error_line
 
@@ -147,7 +155,7 @@ def test_a_file_of_another_kind_is_an_error(tmp_path: Path, kind: str) -> None:
         read_history(tmp_path)
     assert caught.value.filename == str(path)
     with pytest.raises(OSError, match=named):
-        list(stream(path, Place()))
+        list(stream_events(path, ReadPosition()))
     if kind != "folder":
         assert last_error_line(path) == "(no log)"
         assert read_end(path) == []
@@ -159,7 +167,7 @@ def test_an_endless_line_is_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n" + b"x" * 2000)
     with pytest.raises(ValueError, match=r"a\.jsonl:2 must be at most .* long"):
-        list(stream(path, Place()))
+        list(stream_events(path, ReadPosition()))
 
 
 def test_threads_and_logs_share_a_file_without_mixing_lines(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 """Write and read the events of a run.
 
 Each process of a run writes its own event files, one JSON object a line: `EventLog.emit`. Other
-processes read them during and after the run: `read_events`, `stream`, and `run/tail.py`. An event
-is an object of a class in `run/events.py`. Its *header* is the fields that all classes have: time,
-pid, and, where they apply, slot (`replica`), rank and attempt.
+processes read them: `read_events` and `read_history` all at once, `stream_events` in pieces, and
+`run/tail.py` during the run. An event is an object of a class in `run/events.py`. Its *header* is
+the fields that all classes have: time, pid, and, where they apply, slot (`replica`), rank and
+attempt.
 
 A file is *cut* if it is empty or does not end with a newline. Its writer had further events and did
 not write them, because the disk was full or the writer was killed within a line. A reader skips
@@ -289,54 +290,60 @@ def read_events(folder: Path) -> list[Event]:
         OSError: a file, or the folder, cannot be read.
         ValueError: a line is no event. The error names the file, the line and the field.
     """
-    return read_history(folder)[0]
+    return read_history(folder).events
 
 
-def read_history(
-    folder: Path, known: Mapping[str, Place] | None = None
-) -> tuple[list[Event], list[str]]:
-    """Read events as `read_events` does; return them and the names of the cut files (see
-    `FileAppender`).
+class FolderEvents(NamedTuple):
+    """The events of a folder, sorted by time, and the names of its cut files."""
+
+    events: list[Event]
+    cut_files: list[str]
+
+
+class ReadPosition(msgspec.Struct):
+    """A position between two lines of an event file: all lines before it have been read."""
+
+    num_bytes: int = 0
+    num_lines: int = 0
+    # CRC-32 of the bytes before the position. `history/record/kept.py` compares it to find out
+    # whether the file is still the same.
+    crc: int = 0
+
+
+def read_history(folder: Path, positions: Mapping[str, ReadPosition] | None = None) -> FolderEvents:
+    """Read events as `read_events` does.
 
     Args:
-        known: for each file name, the place from which to read on.
+        positions: for each file name, the position from which to read on. Other files are read from
+            the start.
 
     Raises:
         OSError, ValueError: see `read_events`.
     """
     events: list[Event] = []
-    cut: list[str] = []
+    cut_files: list[str] = []
     for path in event_files(folder):
-        start = (known or {}).get(path.name, Place())
-        place = msgspec.structs.replace(start)
-        block = _read_block_at(path, place)
+        start = (positions or {}).get(path.name, ReadPosition())
+        position = msgspec.structs.replace(start)  # A copy: the caller's position does not move.
+        block = _read_block_at(path, position)
         while block.lines:
-            events.extend(_decode_lines(path, place, block.lines))
-            block = _read_block_at(path, place)
+            events.extend(_decode_lines(path, position, block.lines))
+            block = _read_block_at(path, position)
+        is_empty = position.num_bytes == 0 and not block.rest
+        if block.rest or is_empty:
+            cut_files.append(path.name)
         if block.rest:
-            cut.append(path.name)
-            # Its writer may have been killed within the line.
+            # Only the newline may be missing. Otherwise the writer was killed within the line, and
+            # it is skipped.
             with contextlib.suppress(ValueError):
                 event = decode(block.rest)
                 if event is not None:
                     events.append(event)
-        elif place.num_bytes == 0:  # made for an event that is missing
-            cut.append(path.name)
-    return sorted(events, key=lambda event: event.time), cut
+    return FolderEvents(sorted(events, key=lambda event: event.time), cut_files)
 
 
-class Place(msgspec.Struct):
-    """A place between two lines of a file of events."""
-
-    num_bytes: int = 0
-    num_lines: int = 0
-    # CRC-32 of the bytes before the place. `history/record/kept.py` tells by it whether the file is
-    # still the same.
-    crc: int = 0
-
-
-def stream(path: Path, place: Place) -> Iterator[Event]:
-    """Yield the events of a file from `place` on, and advance `place`.
+def stream_events(path: Path, position: ReadPosition) -> Iterator[Event]:
+    """Yield the events of a file from `position` on, and advance `position`.
 
     A last line without its newline is left for a later call.
 
@@ -345,44 +352,48 @@ def stream(path: Path, place: Place) -> Iterator[Event]:
         ValueError: a line is no event. The error names the line.
     """
     while True:
-        lines = _read_block_at(path, place).lines
+        lines = _read_block_at(path, position).lines
         if not lines:
             return
-        yield from _decode_lines(path, place, lines)
+        yield from _decode_lines(path, position, lines)
 
 
-def _read_block_at(path: Path, place: Place) -> Block:
-    """Read some lines at `place`, which does not move; a ValueError names the file and the line."""
+def _read_block_at(path: Path, position: ReadPosition) -> Block:
+    """Read some lines at `position`, and do not advance it.
+
+    Raises:
+        ValueError: the first line is too long. The error names the file and the line.
+    """
     try:
-        return read_block(path, place.num_bytes)
+        return read_block(path, position.num_bytes)
     except LongLineError as error:
-        raise ValueError(f"{path}:{place.num_lines + 1} {error}") from None
+        raise ValueError(f"{path}:{position.num_lines + 1} {error}") from None
 
 
-def _decode_lines(path: Path, place: Place, lines: bytes) -> Iterator[Event]:
-    """Yield the events of whole lines at `place`, and advance `place`.
+def _decode_lines(path: Path, position: ReadPosition, lines: bytes) -> Iterator[Event]:
+    """Yield the events of `lines`, which begin at `position`, and advance `position`.
 
     Raises:
         ValueError: a line is no event. The error names the line.
     """
-    for line in lines.split(b"\n")[:-1]:
-        place.num_bytes += len(line) + 1
-        place.num_lines += 1
-        place.crc = zlib.crc32(b"\n", zlib.crc32(line, place.crc))
+    for line in lines.split(b"\n")[:-1]:  # After the last newline comes an empty text.
+        position.num_bytes += len(line) + 1
+        position.num_lines += 1
+        position.crc = zlib.crc32(b"\n", zlib.crc32(line, position.crc))
         try:
             event = decode(line) if line else None
         except ValueError as error:
-            raise ValueError(f"{path}:{place.num_lines} {error}") from error
+            raise ValueError(f"{path}:{position.num_lines} {error}") from error
         if event is not None:
             yield event
 
 
 class Block(NamedTuple):
-    """Bytes of a file of lines.
+    """A piece of a file of lines.
 
     Attributes:
-        lines: whole lines, each with its newline.
-        rest: the incomplete line after them, as far as it was read.
+        lines: whole lines, each with its newline; empty if the file has no further whole line yet.
+        rest: the line without a newline after them, as far as it was read.
     """
 
     lines: bytes
@@ -399,8 +410,7 @@ class LongLineError(ValueError):
 def read_block(path: Path, start: int, *, stops_at_zero: bool = False) -> Block:
     """Read some lines of a file from byte `start` on; every reader of event files uses this.
 
-    If `lines` is empty, the file has no further whole line yet. One block is small, so a file of
-    any content fills no memory.
+    A block is small unless its first line is long, so that no file can fill the memory.
 
     Args:
         stops_at_zero: True to read no further than the first zero byte.

@@ -33,7 +33,7 @@ import msgspec
 from titan_ft import versions
 from titan_ft.history.record.usual_steps import Memory, Reducer, Reduction, WentBackError
 from titan_ft.run.events import Batches, Event, StepCommitted, kinds
-from titan_ft.run.log import Place, event_files, open_lines, read_history, stream
+from titan_ft.run.log import ReadPosition, event_files, open_lines, read_history, stream_events
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.tail import EventTail
 from titan_ft.system.ownership import no_follow
@@ -60,7 +60,7 @@ _NUM_NUMBERS = 3
 class _Source(msgspec.Struct):
     """A file of events, and the part of it that is reduced."""
 
-    place: Place
+    place: ReadPosition
     modified_ns: int  # when the file was last written, if all of it is reduced; else 0
 
 
@@ -199,7 +199,7 @@ def _reduce(paths: list[Path], kept: _KeptRun | None) -> _KeptRun:
     while True:
         places = {path: _copy(known.get(path.name)) for path in paths}
         modified = {path: path.stat().st_mtime_ns for path in paths}
-        streams = [stream(path, place) for path, place in places.items()]
+        streams = [stream_events(path, place) for path, place in places.items()]
         try:
             for event in heapq.merge(*streams, key=lambda event: event.time):
                 reducer.take(event)
@@ -217,10 +217,10 @@ def _reduce(paths: list[Path], kept: _KeptRun | None) -> _KeptRun:
         return _KeptRun(sources, reducer.memory, found.events, found.firsts, num_bytes, kept.inode)
 
 
-def _copy(source: _Source | None) -> Place:
-    """Return a copy, because `stream` moves the place on."""
+def _copy(source: _Source | None) -> ReadPosition:
+    """Return a copy, because `stream_events` moves the place on."""
     if source is None:
-        return Place()
+        return ReadPosition()
     return msgspec.structs.replace(source.place)
 
 

@@ -137,7 +137,9 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
 
     def choose() -> Choice:
         _check_links(folder)
-        return _Search(request).choose() if rank == 0 else Choice(NO_STEP)
+        if rank != 0:
+            return Choice(NO_STEP)  # Not used: the choice of rank 0 counts.
+        return _Search(request).choose()
 
     for _ in range(_MAX_CHOICES):
         choice = read_on_all_ranks(choose, folder, gather)
@@ -159,10 +161,10 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
 
 
 def _check_links(folder: str) -> None:
-    """Refuse a folder behind another user's link.
+    """Refuse a folder behind another user's symbolic link.
 
-    That user would choose the state. And each save would fail (`ReplicaCheckpoints.dcp_save`),
-    which would be known only after hours of training.
+    That user would choose the state that is loaded. And each save would fail
+    (`ReplicaCheckpoints.dcp_save`), which the user would see only after hours of training.
 
     Raises:
         NoCheckpointError: there is such a link.
