@@ -48,7 +48,7 @@ def no_record_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A record that still waited after its test would be written, or lost, in a later one."""
     monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.0)
     yield
-    assert appender._stalled == {}
+    assert appender._appenders_with_outage == {}
 
 
 @pytest.fixture
