@@ -181,7 +181,7 @@ def test_events_are_not_written_through_a_link(folder: Path, victim: Path) -> No
     (folder / "events.jsonl").symlink_to(victim)
     events = FileAppender(folder / "events.jsonl")
     events.append(b"{}\n")
-    assert events.stall is not None, "the record waits, as it does for a disk that has failed"
+    assert events.outage is not None, "the record waits, as it does for a disk that has failed"
     events.close(0.0)
     with (
         pytest.raises(OSError, match="symbolic links"),
@@ -329,7 +329,7 @@ def test_a_removed_file_is_not_made_again_through_a_link(folder: Path, tmp_path:
     file.unlink()
     swap_for_link(file.parent, home)
     events.append(b"{}\n")
-    assert events.stall is not None
+    assert events.outage is not None
     events.close(0.0)
     assert list(home.iterdir()) == []
 
