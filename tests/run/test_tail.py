@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -298,12 +299,16 @@ def test_zeros_fill_the_memory_of_no_reader(
     planted = paths.events / "replica-0-rank-0-attempt-0-1.jsonl"
     planted.touch()
     os.truncate(planted, 1 << 29)
+    tracemalloc.start()
     if reader is has_run_committed:
         assert not reader(paths)
     else:
         limit = r"attempt-0-1\.jsonl:1 must be at most 16 MiB long; remove it"
         with pytest.raises(ValueError, match=limit):
             reader(paths.events)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20
     assert num_read() <= 17 << 20
 
 
