@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rounds of a run with a semi-synchronous method: the local steps of each group, and their
-fate.
+"""The rounds of a run with a semi-synchronous method: the local steps of each group.
 
-`find_rounds` counts the steps for the report. `find_partial` finds, for the audit of the batches,
+In a *round* each group makes several local steps, and then the groups exchange one *fragment* of
+the model (or all of it). `find_rounds` counts the steps for the report. `find_partial` finds, for
+the audit of the batches,
 the work that is in the updates of some fragments only. See docs/semi_sync.md."""
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class ShortRound:
         """Return the groups and their numbers of steps in words."""
         texts = []
         for group, steps in self.fewer.items():
-            number = "unknown" if steps is None else str(steps)
+            number = "unknown"
+            if steps is not None:
+                number = str(steps)
             texts.append(f"group {group}: {number}")
         return f"{', '.join(texts)} of {self.length}"
 

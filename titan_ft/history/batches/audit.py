@@ -25,8 +25,8 @@ Besides lost and repeated batches there are two kinds that break no promise:
 
 - *Void* batches belong to commits off the trajectory. Their updates were thrown away and the job
   has to train their batches again, so this is no repetition. Batches of a round that a group left
-  unfinished are void as well. A group that leaves on request reports these batches. If a group dies
-  their number is estimated from the time.
+  unfinished are void as well. A group that leaves on request reports these batches. For a group
+  that dies, their number is estimated from the time.
 - *Partial* batches exist if each round exchanges only one fragment of the model, in turn. A group
   that starts again loses its changes of the fragments that it has not exchanged yet. So its batches
   are in the updates of the other fragments only.
@@ -270,7 +270,7 @@ def decide_verdict(found: Audit) -> None:
 def _note_resets(record: RunRecord, found: Audit) -> None:
     """Note the resumes after which a number stands for another batch than before.
 
-    If the user asked for this, it is a note. Otherwise the verdict is unknown.
+    A reset that the user asked for is only noted. After any other reset the verdict is unknown.
     """
     cannot_compare = "nothing before it compares with it"
     asked_steps = set()
@@ -404,8 +404,8 @@ def _audit_trajectory(record: RunRecord, final: JobState, for_all_trajectories: 
         before = f"the state before {record.unit.noun} {first.step} ({first.parent})"
         found.unknown.append(f"the history is cut: no event tells how {before} was made")
     for state in chain:
-        # The readings of a usual step are not in the record: they were compared when the record was
-        # made.
+        # A usual step is one of many like it in a long run, of which the record keeps one commit.
+        # Its readings were compared when the record was made.
         if state.lineage not in record.usual_lineages:
             _compare_readings(state, found)
     _BatchCounter(record, chain, found).run()
@@ -493,7 +493,7 @@ class _BatchCounter:
         known_lineages = [state.lineage for state in chain if state.lineage in self._splits]
         splits_of_chain = [self._splits[lineage] for lineage in known_lineages]
         self._counts_shards = len(set(splits_of_chain)) > 1
-        # The values for one slot of one shard are never used: streams are slots then.
+        # Without any known division the streams are slots, and these two values are never used.
         self._first_split = DataSplit(1, 1)
         self._num_shards = 1
         if splits_of_chain:
@@ -501,6 +501,7 @@ class _BatchCounter:
             self._num_shards = splits_of_chain[-1].num_shards
 
     def run(self) -> None:
+        """Set the number of batches, and add the lost and the repeated ones to the audit."""
         if self._counts_shards:
             subject = f"the same {self._num_shards} shards were cut into other slots at a resume"
             self._found.notes.append(f"{subject}: batches count by shard")
@@ -545,8 +546,8 @@ class _BatchCounter:
                 begins[stream] = first
                 ends[stream] = first
             # A usual step continues where the step before it ended, by the definition of a usual
-            # step. This comparison would not show it, because `states` has only the last of several
-            # usual steps.
+            # step. The comparison below would not show that, because `states` has only the last of
+            # several usual steps in a row.
             is_usual = state.lineage in self._record.usual_lineages
             if trained.first != ends[stream] and not is_usual:
                 broken_streams.add(stream)

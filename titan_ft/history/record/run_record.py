@@ -19,7 +19,8 @@ Terms:
   changed (its parent).
 - The *trajectory* is the chain of parents from the job's final state back to the first. A commit
   off the trajectory is *void*: training went back, and its update was thrown away.
-- The *usual step* is also the length of a step to which all costs in time refer (`usual_step_us`).
+- "Usual step" has a second meaning: the usual *length* of a step, `usual_step_us`. All costs in
+  time are compared with this length.
 """
 
 from __future__ import annotations
@@ -208,6 +209,7 @@ class RunRecord:
         """
         if not self.written:
             return self.written
+        # `time` is of the wall clock, and `mono` of the host's monotonic clock.
         offsets = [event.time - event.mono for event in self.written]
         is_steady = max(offsets) - min(offsets) < STEADY_SECONDS
         hosts = {event.host for event in self.written if isinstance(event, ev.WorkerStarted)}
@@ -384,7 +386,7 @@ class RunRecord:
         if launch is None or end is None:
             return None
         if end.pid != launch.pid:
-            return None  # another launcher's end: the start of the last launch is missing
+            return None  # the end of another launch, whose start is missing
         return end.time
 
     @cached_property
@@ -540,7 +542,8 @@ class RunRecord:
             contributors = state.participants
             if not contributors:
                 # All contributors died after the exchange, and only a group without weight reports
-                # the step. Without this, the time of the step would count as wasted.
+                # the step. Take the contributors from this report: otherwise the time of the step
+                # would count as wasted.
                 for commit in self.commits_by_lineage[state.lineage]:
                     contributors = contributors.union(commit.participants)
             found[state.step] = found.get(state.step, frozenset()) | contributors
@@ -558,12 +561,11 @@ class RunRecord:
 
     @cached_property
     def usual_step_us(self) -> int:
-        """The usual step: the median microseconds between consecutive steps of the job; 0 without
-        any.
+        """The usual step: the median microseconds between consecutive steps of the job.
 
-        If possible, it is the median of undisturbed steps only: all groups made them, with one
-        exchange each. All costs in time refer to the usual step: stalls, effective training time,
-        the cost of a joiner.
+        0 if the job made no two steps in a row. If possible, it is the median of undisturbed steps
+        only: all groups made them, with one exchange each. All costs in time refer to the usual
+        step: stalls, effective training time, the cost of a joiner.
         """
         most_participants = max((len(event.participants) for event in self.commits), default=0)
         disturbed_steps = set()

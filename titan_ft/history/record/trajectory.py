@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The states of a job by its commits: the trajectory to the final state, and the states off it.
 
-Each commit names the state that it made (`lineage`) and the state that it changed (`parent`). The
+A *state* means the parameters and the optimizer state after a step, which all groups share. Each
+commit names the state that it made (`lineage`) and the state that it changed (`parent`). The
 job's trajectory is the chain of parents from its final state back to the first. Commits off the
 chain are void. `titan_ft.history.record.run_record` calls this module.
 """
@@ -22,7 +23,7 @@ from titan_ft.run.events import (
 )
 
 ROOT = "000000000000"
-"""Lineage of the initial state, the parent of step 1."""
+"""Lineage of the initial state, which is the parent of the state after step 1."""
 Restart = CheckpointLoaded | RolledBack | StartedAnew
 """Events in which the job announces that it goes on from an earlier state."""
 
@@ -66,8 +67,10 @@ def read_states(
             steps = f"step {state.step} or {step}"
             text = f"events disagree about what made the state {lineage}: {steps}"
             disagreements[lineage] = text
-        # A long run has millions of commits that share their batches: identity is the fast answer.
-        if event.batches is not state.batches and event.batches != state.batches:
+        # A long run has millions of commits that share one object of batches. Comparing the objects
+        # first makes reading fast.
+        are_same_object = event.batches is state.batches
+        if not are_same_object and event.batches != state.batches:
             text = f"events disagree about the batches of step {step} ({lineage})"
             disagreements[lineage] = text
         if not event.contributed:
@@ -89,7 +92,8 @@ def final_states(
 ) -> list[JobState]:
     """Return the states with which the job may have ended, the likeliest first.
 
-    If the history is clear, this is one state.
+    If the history is clear, this is one state. The candidates are the *tips*: states that no commit
+    changed. A tip is dropped if the job announced that it went back and then made another tip.
 
     Args:
         commits_of: the commits of each lineage.
@@ -98,11 +102,11 @@ def final_states(
     parents = {state.parent for state in states.values()}
     tips = [state for state in states.values() if state.lineage not in parents]
 
-    def likelihood(tip: JobState) -> tuple[int, int, float]:
+    def rate_likelihood(tip: JobState) -> tuple[int, int, float]:
         groups = {commit.replica for commit in commits_of[tip.lineage]}
         return tip.step, len(groups), tip.time
 
-    tips.sort(key=likelihood, reverse=True)
+    tips.sort(key=rate_likelihood, reverse=True)
     if tips:
         likeliest = tips[0]
     else:
@@ -125,8 +129,11 @@ def final_states(
         finished_lineages.add(event.lineage)
         if event.lineage not in states and event.step >= likeliest.step:
             unknown.append(f"no event tells of the commit of the final state {event.lineage}")
+    # A group that finished names its last state.
     announced = [final for final in finals if final.lineage in finished_lineages]
-    return announced or finals
+    if announced:
+        return announced
+    return finals
 
 
 def _find_newer(
@@ -151,18 +158,19 @@ def _supersedes(
     """Return whether the job announced, after it made `old`, a restart where `new` branches off."""
     if new is old:
         return False
-    between = [event for event in restarts if old.time < event.time <= new.time]
-    if not between:
+    restarts_between = [event for event in restarts if old.time < event.time <= new.time]
+    if not restarts_between:
         return False
-    before = {state.lineage for state in chain_to(states, old)}
-    before.add(ROOT)
+    lineages_to_old = {state.lineage for state in chain_to(states, old)}
+    lineages_to_old.add(ROOT)
+    # The first state on the way to `new` that is not on the way to `old`.
     branch: JobState | None = None
     for state in chain_to(states, new):
-        if state.parent in before:
+        if state.parent in lineages_to_old:
             branch = state
     if branch is None:
         return False
-    for event in between:
+    for event in restarts_between:
         if event.time > branch.time:
             continue
         if isinstance(event, CheckpointLoaded):

@@ -123,7 +123,9 @@ def _make_spans(record: RunRecord, group: int, row: Sequence[Interval]) -> Itera
     longest_usual_us = _find_longest_usual_exchange(record, row)
     attempts = record.attempts.get(group, [])
     begins = [attempt.begin_us for attempt in attempts]
-    gave_up_us = attempts[-1].gave_up_us if attempts else None
+    gave_up_us: int | None = None
+    if attempts:
+        gave_up_us = attempts[-1].gave_up_us
     for interval in row:
         state = _STATE_OF[interval.state]
         detail = _describe(interval)

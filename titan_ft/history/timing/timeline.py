@@ -23,8 +23,9 @@
 Events have only one time, the end of the action that they report, and the lengths of its parts. So
 a `GroupCutter` lays out the time of one group in this order:
 
-1. Attempt by attempt, it fills the group's `Strip` from left to right. The time of a step is filled
-   when its commit is read (`_fill_step`). Events of a broken exchange wait for the commit.
+1. Attempt by attempt (one start of the group's processes each), it fills the group's `Strip` from
+   left to right. All time up to the strip's *cursor* is filled. The time of a step is filled when
+   its commit is read (`_fill_step`). Events of a broken exchange wait for the commit (`_delays`).
 2. Then it paints over parts of the strip with more exact states, as far as events name the causes:
    quorums and rebuilds within an exchange, times for which a fault froze the group, outages of the
    lighthouse.
@@ -330,6 +331,7 @@ class GroupCutter:
         """Fill the time of a step: the time before it, computing, the exchange, the update."""
         strip = self._strip
         layout = self._lay_out_step(time, event)
+        # Training went back to an earlier step, and threw the state of a void step away.
         is_void = event.lineage in self._record.void_lineages
         has_counted = event.contributed or _counts_own_batch(event)
         if not self._has_begun:
