@@ -300,7 +300,7 @@ class ControlSockets:
             self._pings.next_look,
         )
 
-    def _empty_wake_pipe(self, _: int) -> None:
+    def _empty_wake_pipe(self, _events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_pipe_reader, _READ_BYTES)
 
@@ -342,7 +342,7 @@ class ControlSockets:
         dialing: socket.socket | None = None
         try:
             dialing = start_connecting(self._parent_address)
-            connection = self._add(dialing, self._parent_address[0], dialed=parent)
+            connection = self._register(dialing, self._parent_address[0], dialed=parent)
         except OSError as error:
             self.last_error = first_line(error)
             if dialing is not None:
@@ -356,12 +356,12 @@ class ControlSockets:
 
     # Unproved connections
 
-    def _accept(self, _: int) -> None:
+    def _accept(self, _events: int) -> None:
         assert self._listener is not None
         for _ in range(_MAX_ACCEPTS_IN_A_ROW):
             try:
-                accepted, source = self._listener.accept()
-                connection = self._add(accepted, source[0])
+                accepted, source_address = self._listener.accept()
+                connection = self._register(accepted, source_address[0])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -380,9 +380,9 @@ class ControlSockets:
         """
         assert self._listener is not None
         self._warnings.append(f"no child of this rank can connect now: {first_line(error)}")
-        strangers = self._list_strangers()
-        if strangers:
-            self._refuse(strangers, "no_descriptors")
+        accepted_unproved = self._list_accepted_unproved()
+        if accepted_unproved:
+            self._refuse(accepted_unproved, "no_descriptors")
         self._selector.unregister(self._listener)
         self._accepts_again_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
@@ -393,17 +393,17 @@ class ControlSockets:
 
     def _limit_unproved(self) -> None:
         """Close a connection if there are more than `MAX_UNPROVED` unproved ones."""
-        strangers = self._list_strangers()
-        if len(strangers) > MAX_UNPROVED:
-            self._refuse(strangers, "crowd")
+        accepted_unproved = self._list_accepted_unproved()
+        if len(accepted_unproved) > MAX_UNPROVED:
+            self._refuse(accepted_unproved, "crowd")
 
-    def _list_strangers(self) -> list[ControlConnection]:
+    def _list_accepted_unproved(self) -> list[ControlConnection]:
         """Return the unproved connections that this rank has accepted, the oldest first."""
         return [connection for connection in self._unproved if connection.dialed is None]
 
-    def _refuse(self, strangers: list[ControlConnection], kind: RefusalKind) -> None:
+    def _refuse(self, accepted_unproved: list[ControlConnection], kind: RefusalKind) -> None:
         """Close the oldest unproved connection of the host that has most of them."""
-        refused = find_crowded(strangers, lambda connection: connection.source)
+        refused = find_crowded(accepted_unproved, lambda connection: connection.source)
         self._refused.append((kind, refused.source))
         self._close_socket(refused)
 
@@ -471,9 +471,9 @@ class ControlSockets:
 
     # Reading and writing
 
-    def _add(
+    def _register(
         self,
-        accepted: socket.socket,
+        new_socket: socket.socket,
         source: str,
         dialed: int | None = None,
     ) -> ControlConnection:
@@ -486,10 +486,10 @@ class ControlSockets:
         Raises:
             OSError: the other end has reset the connection, or the system has no room for it.
         """
-        accepted.setblocking(False)
-        set_tcp_options(accepted)
-        connection = ControlConnection(accepted, source, dialed)
-        self._selector.register(accepted, selectors.EVENT_READ, partial(self._serve, connection))
+        new_socket.setblocking(False)
+        set_tcp_options(new_socket)
+        connection = ControlConnection(new_socket, source, dialed)
+        self._selector.register(new_socket, selectors.EVENT_READ, partial(self._serve, connection))
         limit_seconds = HANDSHAKE_SECONDS
         if dialed is not None:
             limit_seconds = DIAL_SECONDS
