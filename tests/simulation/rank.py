@@ -55,7 +55,7 @@ from titan_ft.training.checkpoint.choice import (
     agree_on_step,
     check_same_state,
     check_still_there,
-    fail_together,
+    read_on_all_ranks,
 )
 from titan_ft.transfer.reach import Probe
 
@@ -327,7 +327,7 @@ class Rank:
         if world.folder is None:
             self.found = NO_STEP
         else:
-            request = LoadRequest(folder.PATH, inspect=lambda _: "")
+            request = LoadRequest(folder.PATH, find_defect=lambda _: "")
             self.found = agree_on_step(request, self.number, self._group.gather).step
             world.chose(self, self.found)
         address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
@@ -525,7 +525,7 @@ class Rank:
         if step and kept is not None:
             check_still_there(folder.PATH, step, gather)
             world.moment("loading", self.node)
-            snapshot = fail_together(
+            snapshot = read_on_all_ranks(
                 lambda: kept.load(step, self.number, self.node), folder.PATH, gather
             )
             world.kernel.sleep(0.1 * world.kernel.rng.random())

@@ -585,6 +585,13 @@ class ProcPath:
     def name(self) -> str:
         return self._path.rpartition("/")[2]
 
+    @property
+    def parents(self) -> tuple[ProcPath, ...]:
+        return ()  # No schedule has a checkpoint folder behind a link.
+
+    def is_symlink(self) -> bool:
+        return False
+
     def read_text(self, errors: str = "") -> str:
         if not self._path.startswith("/proc/"):
             if (text := world().files().get(self._path)) is None:
