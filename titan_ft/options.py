@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The arguments of each command of `titan-ft`, with their help texts.
 
-The last paragraph of a command's docstring is an example, `Example: titan-ft ...`, which also ends
-the line about arguments that are missing.
+One class is one command. tyro parses the command line into it (`cli/command_line.py`), and prints
+the docstrings of the class and its fields as help. The last paragraph of a command's docstring is
+an example, `Example: titan-ft ...`, which also ends the message about missing arguments.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import tyro
 
 _CONFIG = tyro.conf.arg(metavar="CONFIG")
 _RUN_DIR = tyro.conf.arg(metavar="RUN_DIR")
-# Without a hint "(default: None)" or "(default: False)", which says nothing that the text does not.
+# Without tyro's hint "(default: None)" or "(default: False)": the help text says as much.
 _FLAG = tyro.conf.arg(help_behavior_hint="")
 
 
 def _unset(metavar: str, *aliases: str, name: str | None = None) -> object:
-    """Show an optional option with the name of its value instead of its type "{None}|FLOAT"."""
+    """Return tyro's settings for an option that may be left out.
+
+    The help shows `metavar`, the name of the value. Without it, tyro would show the type,
+    "{None}|FLOAT".
+    """
     return tyro.conf.arg(metavar=metavar, name=name, aliases=aliases, help_behavior_hint="")
 
 
-# The same option has the same names in every command: torchrun's and a cluster's habits are
-# accepted, too.
+# Further names of options, the same in every command: those of torchrun and of clusters.
 _REPLICAS = ("--groups",)
 _REPLICA = ("--group",)
 _RANKS_PER_REPLICA = ("--ranks-per-group",)
@@ -34,8 +38,9 @@ _RANKS_PER_NODE = ("--nproc-per-node",)
 _NODES = ("--nnodes",)
 
 
-QUIET_SECONDS = 40.0
-"""Time without new faults before the end of --minutes, so that all groups are back by then."""
+SECONDS_WITHOUT_FAULTS_AT_END = 40.0
+"""Chaos injects no fault in this time before the end of --minutes, so that all groups are back at
+the end."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,7 @@ class Lighthouse(LighthouseSettings):
 
 
 @dataclass(frozen=True)
-class _OfGroup:
+class _AgentOptions:
     """Options of the agents that keep a group's processes on a cluster."""
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
@@ -169,7 +174,7 @@ class _OfGroup:
 
 
 @dataclass(frozen=True)
-class Group(_OfGroup):
+class Group(_AgentOptions):
     """Run one replica group: the same command once on each of the group's nodes.
 
     Options that are left out are taken from Slurm's environment, where there is one. What follows a
@@ -210,7 +215,7 @@ class Group(_OfGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmSubmit(_OfGroup):
+class SlurmSubmit(_AgentOptions):
     """Submit a run to Slurm: a lighthouse, and an array with one element for each replica group.
 
     A group whose node dies is started elsewhere, and heals. The environment of this shell goes
@@ -318,13 +323,13 @@ class Chaos:
 
 
 @dataclass(frozen=True)
-class _OfRun:
+class _OfRunFolder:
     run_dir: Annotated[tyro.conf.Positional[Path], _RUN_DIR]
     """The --run-dir of a launch, or any folder with events/*.jsonl."""
 
 
 @dataclass(frozen=True)
-class Check(_OfRun):
+class Check(_OfRunFolder):
     """Verify the promises of a run from its events: each holds, does not hold, or is unknown.
 
     What became of the batches is part of it: lost, repeated, void. The exit status is 0 when
@@ -345,7 +350,7 @@ class Check(_OfRun):
 
 
 @dataclass(frozen=True)
-class Top(_OfRun):
+class Top(_OfRunFolder):
     """Show a run live in the terminal: its groups, its loss and its latest events.
 
     Without a terminal it is shown once. r shows the ranks, ? explains the columns, q or Ctrl-C
@@ -359,7 +364,7 @@ class Top(_OfRun):
 
 
 @dataclass(frozen=True)
-class Logs(_OfRun):
+class Logs(_OfRunFolder):
     """Print why groups of a run ended: exception, rank and line of each, with the last lines of its
     log.
 
@@ -376,7 +381,7 @@ class Logs(_OfRun):
 
 
 @dataclass(frozen=True)
-class Curves(_OfRun):
+class Curves(_OfRunFolder):
     """Write the job's curves for TensorBoard, of a run whose groups were started one by one, and
     follow it to its end.
 
@@ -391,7 +396,7 @@ class Curves(_OfRun):
 
 
 @dataclass(frozen=True)
-class Report(_OfRun):
+class Report(_OfRunFolder):
     """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures
     only).
 

@@ -18,7 +18,7 @@ from titan_ft.chaos.plan import Plan
 from titan_ft.config import ConfigError
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.scenario import DAY, Scenario, read_scenarios
-from titan_ft.options import QUIET_SECONDS
+from titan_ft.options import SECONDS_WITHOUT_FAULTS_AT_END
 
 MTBF_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """`scenarios_like` multiplies the run's time between failures by these factors."""
@@ -55,11 +55,11 @@ def scenario_of_campaign(
 
 
 def _end_before_quiet(plan: Plan, seconds: float) -> Plan:
-    """Return the plan with its end before the last `QUIET_SECONDS` of the campaign.
+    """Return the plan with its end before the last `SECONDS_WITHOUT_FAULTS_AT_END` of the campaign.
 
     A launch with --minutes injects nothing in that time.
     """
-    last_shot = seconds - QUIET_SECONDS - plan.start_seconds
+    last_shot = seconds - SECONDS_WITHOUT_FAULTS_AT_END - plan.start_seconds
     if last_shot <= 0:
         return msgspec.structs.replace(plan, rules=())
     if plan.stop_after_seconds and plan.stop_after_seconds < last_shot:

@@ -57,7 +57,7 @@ from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus, describe_shape
 from titan_ft.live.status_view import LaunchView
-from titan_ft.options import QUIET_SECONDS
+from titan_ft.options import SECONDS_WITHOUT_FAULTS_AT_END
 from titan_ft.run.appender import any_is_cut, retry_waiting
 from titan_ft.run.events import (
     Event,
@@ -425,7 +425,7 @@ class LocalRun:
                 return self._conclude_stop_request()
             if self._chaos is not None:
                 self._chaos.poll()
-                if self._seconds_left() < QUIET_SECONDS:
+                if self._seconds_left() < SECONDS_WITHOUT_FAULTS_AT_END:
                     self._chaos.close()  # no faults shortly before the end
             self._poll_agents(codes)
             self._kill_lost_groups(codes)
