@@ -849,7 +849,7 @@ def excluded_group_keeps_moments(patch: Patch) -> None:
     """A group whose change was not finite keeps its moments."""
 
     def meet(self: round_strategy.RoundStrategy) -> bool:
-        return not self._is_over and self._open()
+        return not self._is_over and self._open_round()
 
     substitute(patch, round_strategy.RoundStrategy, "meet_after_update", meet)
 
