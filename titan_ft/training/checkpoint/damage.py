@@ -39,7 +39,7 @@ from titan_ft.training.checkpoint.states import QUORUM_STATE
 NOTES = "failed-load-*.json"
 _UNREADABLE_LOADS = 3
 """A checkpoint counts as damaged after this many loads with an error of the file system."""
-_MISFITS = (RuntimeError, ValueError)
+_ERRORS_OF_OTHER_STATE = (RuntimeError, ValueError)
 """DCP's errors for a missing key, and for another shape."""
 _HEADER_BYTES = 8
 """A safetensors file begins with the length of its table, little-endian."""
@@ -157,9 +157,9 @@ def classify(error: CheckpointException) -> tuple[LoadFailure, str]:
         # _load_state_dict.
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
             return LoadFailure.UNREADABLE, one_line(cause)
-    is_misfit = all(type(cause) in _MISFITS for cause in causes)
+    is_other_state = all(type(cause) in _ERRORS_OF_OTHER_STATE for cause in causes)
     failure = LoadFailure.DAMAGED
-    if phase == "plan" and is_misfit:
+    if phase == "plan" and is_other_state:
         failure = LoadFailure.OTHER_STATE
     return failure, one_line(causes[0])
 
@@ -178,10 +178,13 @@ def _check_notes(folder: Path, save_id: str) -> None:
         DamagedError: a load found damage, or `_UNREADABLE_LOADS` loads could not read.
     """
     notes = [note for note in _read_notes(folder) if note.save_id == save_id]
-    damage = next((note for note in notes if note.damaged), None)
-    if damage is None and len(notes) < _UNREADABLE_LOADS:
+    notes_of_damage = [note for note in notes if note.damaged]
+    if notes_of_damage:
+        note = notes_of_damage[0]
+    elif len(notes) >= _UNREADABLE_LOADS:
+        note = notes[-1]
+    else:
         return
-    note = damage or notes[-1]
     raise DamagedError(
         f"{note.by} could not load it ({note.time}): {note.reason}; "
         f"to have it tried again, mend it and remove {NOTES} there"
@@ -209,7 +212,9 @@ def _check_tables(folder: Path, manifest: Manifest | None) -> None:
     else:
         raise DamagedError(f"{METADATA} is missing")
     try:
-        if manifest is not None and manifest.table and digest_table(folder) != manifest.table:
+        # A manifest of an earlier version has no digest of the table.
+        expected = "" if manifest is None else manifest.table
+        if expected and digest_table(folder) != expected:
             raise DamagedError(f"{table} is not what was written (its digest is another one)")
         if table == METADATA:
             _check_data(folder, manifest)
@@ -225,7 +230,7 @@ def _check_tables(folder: Path, manifest: Manifest | None) -> None:
 
 
 def _check_data(folder: Path, manifest: Manifest | None) -> None:
-    """Check the files that DCP's table names."""
+    """Check that all files that DCP's table names are there and long enough."""
     metadata = CheckpointReader(folder).read_metadata()
     if not isinstance(metadata, Metadata):
         raise DamagedError(f"{METADATA} is no table of a checkpoint")
@@ -234,10 +239,11 @@ def _check_data(folder: Path, manifest: Manifest | None) -> None:
         # Otherwise the checkpoint would count as stock torchtitan's: it would be loaded without a
         # check of its digests, and the data would begin again.
         raise DamagedError(f"{MANIFEST} is missing")
-    extents: dict[str, int] = defaultdict(int)
+    min_bytes: dict[str, int] = defaultdict(int)
     for item in metadata.storage_data.values():
-        extents[item.relative_path] = max(extents[item.relative_path], item.offset + item.length)
-    _check_files(folder, extents)
+        end = item.offset + item.length
+        min_bytes[item.relative_path] = max(min_bytes[item.relative_path], end)
+    _check_files(folder, min_bytes)
 
 
 def _check_export(folder: Path) -> None:
@@ -246,17 +252,18 @@ def _check_export(folder: Path) -> None:
         check_safetensors(folder / name)
 
 
-def _check_files(folder: Path, extents: Mapping[str, int]) -> None:
+def _check_files(folder: Path, min_bytes: Mapping[str, int]) -> None:
     with os.scandir(folder) as entries:
         sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-    for name, extent in extents.items():
-        if sizes.get(name, -1) >= extent:
+    for name, expected in min_bytes.items():
+        if sizes.get(name, -1) >= expected:
             continue
+        # The listing may be old: ask again, in a slower way.
         size = _size_of(folder / name)
         if size is None:
             raise DamagedError(f"{name} is missing")
-        if size < extent:
-            raise DamagedError(f"{name} has {size:,} of {extent:,} bytes")
+        if size < expected:
+            raise DamagedError(f"{name} has {size:,} of {expected:,} bytes")
 
 
 def _size_of(path: Path) -> int | None:

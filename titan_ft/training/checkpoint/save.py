@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A save of a group: its due step, its progress, the reason of its failure."""
+"""One save of a group: the step that must be saved, the save's progress, the reason of a failure.
+
+`ReplicaCheckpoints` (`manager.py`) uses all of this on the training thread. DCP's thread of an
+asynchronous save resolves `Save.done`.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ from titan_ft.training.checkpoint.export import ExportError
 from titan_ft.training.checkpoint.reader import UnsafeValueError
 
 _ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ERRNOS_OF_A_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 T = TypeVar("T")
 _PROBE_BYTES = 1 << 20
-"""More than the room that is left after a file could not be written whole."""
+"""A write of this size fails on a disk that was full for a save: less room than this is left."""
 
 
 class SaveError(FinalError):
@@ -111,7 +115,7 @@ def explain(error: BaseException) -> str:
 
 def is_full(error: BaseException) -> TypeGuard[OSError]:
     """True if the disk, or the user's quota on it, has no room left."""
-    return isinstance(error, OSError) and error.errno in _FULL
+    return isinstance(error, OSError) and error.errno in _ERRNOS_OF_A_FULL_DISK
 
 
 def agree_on_reason(error: BaseException | None, folder: Path) -> str:
@@ -124,18 +128,24 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
         error: this rank's error; None if its own part did not fail.
         folder: the folder of the checkpoints.
     """
-    own = "" if error is None or isinstance(error, ElsewhereError) else explain(error)
+    own = ""
+    if error is not None and not isinstance(error, ElsewhereError):
+        own = explain(error)
     if dist.get_rank() == 0 and isinstance(error, CheckpointException):
-        full = _probe(folder)
-        if full is not None:
-            own = explain(full)
+        full_disk_error = _probe(folder)
+        if full_disk_error is not None:
+            own = explain(full_disk_error)
     reasons = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, own)
     known = {rank: reason for rank, reason in enumerate(reasons) if reason}
     if not known:
         return _ELSEWHERE_IN_GROUP
-    rank, reason = next(iter(known.items()))
-    return reason if dist.get_rank() in known else f"{reason} (rank {rank})"
+    first_rank = min(known)
+    reason = known[first_rank]
+    if dist.get_rank() in known:
+        return reason
+    # This rank's log tells the reader in which log to look.
+    return f"{reason} (rank {first_rank})"
 
 
 def describe_latest(step: int) -> str:
@@ -155,7 +165,7 @@ def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
     """
     reason = ""
     try:
-        done = act()
+        result = act()
     except (OSError, ImportError, CheckpointException, ExportError, UnsafeValueError) as error:
         reason = explain(error)
     except Exception as error:  # noqa: BLE001
@@ -165,7 +175,7 @@ def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
         logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
     if any(gather(int(bool(reason)))):
         raise PartError(reason) if reason else ElsewhereError()
-    return done
+    return result
 
 
 def _causes(error: BaseException) -> Iterable[BaseException]:
@@ -180,7 +190,7 @@ def _probe(folder: Path) -> OSError | None:
     try:
         file = open(path, "wb", opener=no_follow)  # noqa: SIM115, closed below
     except OSError as error:
-        # Nothing is removed here: through a refused link it would be another user's file.
+        # Remove nothing here: `no_follow` may have refused a link to another user's file.
         return error if is_full(error) else None
     try:
         with file:
