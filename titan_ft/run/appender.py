@@ -4,14 +4,14 @@
 
 A full disk must not end a healthy run. `Appender.append` writes at once, or else:
 
-1. The record waits in memory, and an *outage* of this file begins. The owner is told once
-   (`on_outage`).
+1. The record waits in memory, and an *outage* of this file begins. The appender calls the owner's
+   `on_outage` once.
 2. Later records wait after it. If the memory for waiting records is full, later records are dropped
    and counted.
 3. Each further `append`, and each `retry_waiting`, which processes call in a loop that they have
    anyway, tries to write the waiting records in order.
-4. When all of them are written, the outage ends. The owner is told what was late or lost
-   (`on_recovery`).
+4. When all of them are written, the outage ends. The appender calls the owner's `on_recovery`,
+   which reports how many records were late or lost.
 
 A process that is killed during an outage loses its waiting records. Readers of a file of JSON lines
 notice that: the file is *cut*, which means that it is empty or lacks its last newline.
@@ -90,7 +90,7 @@ class Outage:
     Attributes:
         error: the first error.
         began: Unix seconds of the first record that could not be written at once.
-        reported: True if the owner was told (`on_outage`); not all outages are reported, see
+        reported: True if `on_outage` was called; it is not called for all outages, see
             `Appender`.
         num_waited: records that waited in memory and are in the file now.
         dropped: number of lost records, by the `kind` that `append` got. The memory for waiting

@@ -431,7 +431,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         return bool(self.trainer.gather(int(answer))[0])
 
     def watch_other_writers(self, step: int) -> Callable[[], bool]:
-        """Return a function that tells whether another group has begun to save `step`.
+        """Return a function that checks whether another group has begun to save `step`.
 
         Groups that leave at the same time save in turn. A group waits for the group before it only
         as long as that group writes.

@@ -144,7 +144,7 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
     reason = known[first_rank]
     if dist.get_rank() in known:
         return reason
-    # This rank's log tells the reader in which log to look.
+    # Name the rank whose log has the details.
     return f"{reason} (rank {first_rank})"
 
 
