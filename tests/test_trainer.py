@@ -245,7 +245,7 @@ class Leave:
         note = lambda what, result=None: lambda *_: self.done.append(what) or result  # noqa: E731
         vars(this).update(
             _replica=SimpleNamespace(
-                find_last_to_leave=lambda: last, await_turn=note("turn", turn)
+                find_last_to_leave=lambda: last, await_turn_to_save=note("turn", turn)
             ),
             _links=SimpleNamespace(membership=SimpleNamespace(close=note("close"))),
             checkpointer=SimpleNamespace(

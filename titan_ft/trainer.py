@@ -319,7 +319,7 @@ class ReplicaTrainer(HostTrainer):
         # The drain's timer ends a group that hangs from here on.
         with self._watchdog.paused():
             is_saved = partial(self.checkpointer.holds_state, step)
-            if replica.await_turn(last, is_saved, self.checkpointer.watch_other_writers(step)):
+            if replica.await_turn_to_save(last, is_saved, self.checkpointer.watch_other_writers(step)):
                 self._strategy.go_back_to_update()
                 self._saving_step = step
                 self.checkpointer.save_on_leave(step, self._drain.seconds_left)

@@ -600,7 +600,7 @@ def transfer_is_awaited(patch: Patch) -> None:
 @mutation(kinds=("last",), promises=("no stall for a joiner",))
 def queue_is_replayed_at_once(patch: Patch) -> None:
     """A joiner replays its whole queue at once."""
-    substitute(patch, heal._Pace, "judge_deadline", lambda self, deadline: heal._Lateness.IN_TIME)
+    substitute(patch, heal._Pace, "measure_lateness", lambda self, deadline: heal._Lateness.IN_TIME)
 
 
 @mutation(kinds=("fork",), promises=("liveness",))

@@ -286,7 +286,9 @@ class Rank:
             self._membership.close()
         self.saves.withdraw()
         if last is not None:
-            if self.dimension.await_turn(last, self.saves.holds_state, self.saves.watch_others()):
+            if self.dimension.await_turn_to_save(
+                last, self.saves.holds_state, self.saves.watch_others()
+            ):
                 self.strategy.go_back_to_update()
                 self.saves.save_on_leave()
             self._membership.close()

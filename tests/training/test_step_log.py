@@ -76,7 +76,12 @@ def commit(log: StepLog, step: int, norm: Norm) -> None:
         "own_loss": 2.0,
     }
     committed = Committed(
-        update=update, parent=step - 1, participants=[0], exchanges=1, slowest=1.0, **facts
+        update=update,
+        parent=step - 1,
+        participants=[0],
+        num_exchanges=1,
+        slowest_ratio=1.0,
+        **facts,
     )
     work = Work(step, lr=0.1, grad_norm=norm.read)
     log.emit(committed, work, step, None)

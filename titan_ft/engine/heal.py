@@ -2,21 +2,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The heal: a group that lacks the job's state fetches it from other groups, which train on.
 
-The *job's state* is the model, the optimizer and the data ledger after the latest update. A
-*joiner* is a group that lacks this state. A *holder* is a group that has it, and a *donor* is a
-holder that serves it to a joiner. In a *round* the groups exchange their gradients and one *row* of
-facts each. A round is an *update* if all holders apply the mean of its gradients.
+Terms:
 
-`Heal.run` repeats these steps until the group is READY. The words in capitals are the phases of
-`protocol/healing.py`.
+- The *job's state* is the model, the optimizer and the data ledger after the latest update. Its
+  *lineage* is a hash of the exchanges that made it, its *digest* a hash of its bytes.
+- A *joiner* is a group that lacks this state. A *newcomer* is a joiner whose process has been in no
+  round yet. A *holder* is a group that has the state, and a *donor* a holder that serves it.
+- An *offer* is a holder's answer to a joiner: which state it serves until its next update.
+- In a *round*, the groups sum their gradients and exchange one *row* of facts each. A round is an
+  *update* if all holders apply the mean of its gradients.
+- `has_long_rounds`: with a semi-synchronous method, a group makes many local steps between two
+  rounds. Otherwise each step has one round, or several if one breaks.
 
-1. ASKING: ask holders for an offer of their state (`OfferSearch`).
+`Heal.run` goes through these phases (`protocol/healing.py`):
+
+1. ASKING: ask holders for an offer (`OfferSearch`).
 2. FETCHING: fetch the offered state on a thread (`CatchUp`). Meanwhile take part in the rounds
    without gradients, and queue their updates.
-3. REPLAYING: load the state, and replay the queued updates, some of them in each round.
-4. Apply the last queued update while the holders apply it. Then the group is READY.
+3. REPLAYING: load the state, and replay the queued updates, some of them in each round. The state
+   is *confirmed* when all holders have the same digest and it is the digest of the loaded bytes.
+4. READY: the last queued update was applied while the holders applied it. The group trains again.
 
-One pass through steps 1 to 4 is an attempt. If an attempt fails, the next one begins with step 1.
+Phases 1 to 3 are an *attempt*. If an attempt fails, the next one begins with phase 1. If no holder
+is left, and no group has a later state than this one, this group becomes READY with its own state.
+That is a *roll-back*.
 
 docs/heal.md follows one heal through the files.
 """
@@ -72,8 +81,8 @@ from titan_ft.transfer.wire import TransferError
 logger = logging.getLogger(__name__)
 
 _MIN_ASKED = 8
-"""A joiner asks at least this many groups at once, even if `heal_donors` is smaller. The state in
-most of the offers counts, and a few offers are too few to decide."""
+"""A joiner asks at least this many groups at once, even if `heal_donors` is smaller. It fetches the
+state that most of them offer, and one or two offers are no majority."""
 _MIN_REPLAYED = 2
 """A joiner replays at least this many updates in each round, even if the others then wait for it.
 The others make one update in a round, so the queue becomes shorter."""
@@ -83,17 +92,18 @@ others to wait."""
 _MAX_SHORT_QUEUE = 3
 """A joiner with at most this many queued updates does not ask the others to wait."""
 _LOAD_TIMES_IN_RESERVE = 4
-"""A load takes one load time, and the digest after it about another one. The others must not wait
-if both take twice as long as last time."""
-_POLL_SECONDS = 0.05  # between two looks at the other ranks of the group and at the other groups
+"""The joiner begins to load only if this many load times are left until the others' next update. A
+load and the digest after it take about two load times. The others must not wait even if both take
+twice as long as last time."""
+_POLL_SECONDS = 0.05  # longest wait before the ranks compare their view of the other groups again
 _ALREADY_OVER = -math.inf  # a deadline that has passed
 
 
 class Heal:
     """Brings this rank's group to the job's state.
 
-    `ReplicaDimension` calls `await_offer` when its group joins, and `run` for each heal.
-    docs/heal.md explains the phases.
+    `ReplicaDimension` (`engine/step.py`) calls `await_offer` when its group joins the job, and
+    `run` for each heal.
 
     Threads: all methods but `_fetch` run on the training thread. All ranks of a group call the same
     methods in the same order. A decision may depend on a fact that differs between ranks, such as
@@ -103,6 +113,12 @@ class Heal:
     If `run` raises, the group does not hold the job's state, and its process ends.
 
     Args:
+        position: this group's place in the job. The group's next row shows it.
+        rounds: makes the rounds with the other groups.
+        exchange: sums the gradients of a round, on a thread of its own.
+        state: this rank's part of the state, which the heal replaces.
+        ledger: the batches that the job has trained.
+        group: collectives among the ranks of this group.
         nominal_tokens: tokens of a step with all groups present. `Round.update` scales the sums of
             gradients by it.
         token: the run's shared secret.
@@ -131,7 +147,7 @@ class Heal:
         apply: Callable[[Update], object],
     ) -> None:
         self._config = config
-        self._strategy = strategy_of(config)
+        self._strategy = strategy_of(config)  # an update of one step, or of many
         self._position = position
         self._rounds = rounds
         self._exchange = exchange
@@ -147,10 +163,14 @@ class Heal:
         if config.heal_donors:
             max_asked = max(_MIN_ASKED, config.heal_donors)
         self._search = OfferSearch(rounds.find_holders, token, max_asked)
+        # Measures how long no holder has been seen. After that, a roll-back is possible.
         self._holder_watch = HolderWatch(position, rounds, group)
         self._pace = _Pace()
-        # `await_offer` searches before the heal begins, from the slot after this group's own on.
+        # The phase and the facts of this heal. Each search for offers begins with the slot after
+        # `last_donor`. `await_offer` searches before a heal, so its search begins with the slot
+        # after this group's own.
         self._healing = Healing(Phase.READY, last_donor=config.replica_id)
+        # The fetch and the queue; None in the phases ASKING and READY.
         self._attempt: CatchUp | None = None
         # Slots of donors that serve this rank no more. The fetch's thread adds to it.
         self._lost_donors: set[int] = set()
@@ -195,17 +215,20 @@ class Heal:
         """
         started = time.monotonic()
         has_long_rounds = self._strategy.has_long_rounds
-        # True until this process's first quorum. With long rounds, that one is like all others.
+        # True until this process's first quorum. With long rounds, the first quorum needs no
+        # special care: the group prepares before each quorum anyway.
         is_newcomer = self._rounds.last_round is None and not has_long_rounds
         self._start_asking()
         while not self._is_in(Phase.READY):
             # The others come to a quorum only at the end of their step or round. Use this time.
             if is_newcomer or has_long_rounds:
                 self._prepare_until_quorum()
-                # An offer with a compared digest needs no round to confirm it.
+                # If the offer had the digest on which the holders agree, the state is confirmed
+                # already, and the group may be READY without a round.
                 if self._is_in(Phase.READY):
                     break
-            # Then use the time in which the others compute. The exchange goes on by itself.
+            # The exchange waits for the others on a thread of its own. Meanwhile this group uses
+            # the time in which the others compute their step.
             self._rounds.launch_without_gradients()
             others_repeat = False
             if is_newcomer:
@@ -213,7 +236,8 @@ class Heal:
             is_newcomer = False
             self._prepare_during_step(others_repeat)
             self._handle_outcome(self._rounds.make())
-        self._exchange.copy_memory.drop()
+        self._exchange.copy_memory.drop()  # free the memory of the queue
+        # From now on, leave only after a round: the others count on this group in the next one.
         self._rounds.mark_busy()
         self._rounds.request_quorum()
         return time.monotonic() - started
@@ -276,7 +300,7 @@ class Heal:
                 self._ask()
             if any(self._group.gather(self._rounds.quorum_ready)):
                 return
-            if self._is_in(Phase.REPLAYING) and self._has_work:
+            if self._is_in(Phase.REPLAYING) and self._has_replay_left:
                 # Replay a few updates only: a leave request must not wait for the whole queue.
                 self._replay_until(_ALREADY_OVER)
             else:
@@ -302,11 +326,13 @@ class Heal:
                 # From now on, leave only after the round. It would break for the others otherwise.
                 self._rounds.mark_busy()
                 self._await_state()
-            elif all(self._group.gather(self._exchange.waits_for_members)):
-                self._wait_briefly()
-            else:
-                # The others have computed, and wait for the rest of the round.
+                continue
+            others_compute = self._exchange.waits_for_members
+            if not all(self._group.gather(others_compute)):
+                # The others have computed their step. Now they wait for this group to complete the
+                # exchange.
                 return
+            self._wait_briefly()
         if self._is_in(Phase.FETCHING):
             self._await_state()
         if self._is_in(Phase.REPLAYING):
@@ -322,6 +348,7 @@ class Heal:
         while self._is_in(Phase.FETCHING):
             deadline = self._pace.find_load_deadline(self._state.load_seconds)
             others_compute = self._exchange.waits_for_members
+            # Stop if it is too late on one rank, or if the others have computed their step.
             if any(self._group.gather(time.monotonic() >= deadline or not others_compute)):
                 return
             if self._attempt is not None:
@@ -383,11 +410,11 @@ class Heal:
         """Wait for a newcomer's first quorum, and compare its state with the fetched one.
 
         The others may have been in an exchange with this group's former process. That exchange
-        breaks when the process ends, and they repeat it with this group.
+        breaks when the process ends, and the others repeat it with this process.
 
         Returns:
-            True if a fetch has begun, and the others have made no update since. They then repeat
-            such an exchange.
+            True if the others repeat an exchange in this way: this group has begun to fetch their
+            state, and they have made no update since.
         """
         quorum = self._rounds.get_quorum()
         self._least_step = max(self._group.gather(quorum.max_step))
@@ -446,6 +473,7 @@ class Heal:
             """Return the value of the group's leading rank, which is rank 0."""
             return self._group.gather(value)[0]
 
+        # `gather` takes one integer, so the fields of the offer travel one after the other.
         num_slots = read_leader(len(found.slots))
         if num_slots == 0:
             return None
@@ -469,7 +497,7 @@ class Heal:
         self._pace.adopt_times(offer)
         # A newcomer's first quorum must include one of the groups that offered the state.
         self._rounds.remember_donors(offer.slots)
-        # The last round came before this state.
+        # The offered state is later than the last round, so that round no longer counts.
         self.ended_on_update = False
         self._lost_donors = set()
         healing = self._healing
@@ -638,7 +666,7 @@ class Heal:
     # REPLAYING
 
     @property
-    def _has_work(self) -> bool:
+    def _has_replay_left(self) -> bool:
         """True if the state is not loaded, or an update is not replayed."""
         return not self._healing.is_loaded or self._healing.num_remaining > 0
 
@@ -652,7 +680,7 @@ class Heal:
         for num_replayed in range(self._healing.num_remaining):
             if num_replayed >= _MIN_REPLAYED:
                 # The slowest rank decides for the group.
-                of_ranks = self._group.gather(self._pace.judge_deadline(deadline))
+                of_ranks = self._group.gather(self._pace.measure_lateness(deadline))
                 lateness = _Lateness(max(of_ranks))
                 if lateness is _Lateness.LATE_AND_TOO_SLOW:
                     self._let_others_wait_for_replay()
@@ -681,6 +709,7 @@ class Heal:
         """Load the fetched state; return False if its bytes are not those of the offered digest."""
         assert self._attempt is not None, "a state is fetched before it is loaded"
         self._state.load(self._attempt.get_snapshot())
+        # The rounding errors of this group's earlier gradients belong to the former state.
         self._exchange.drop_residuals()
         self._position.adopt_state(self._healing.from_step, self._healing.lineage)
         self._set_healing(self._healing.mark_loaded())
@@ -755,7 +784,7 @@ class Heal:
                 raise error
             case decisions.Leave():
                 raise Leaving
-            case _:  # Repeat
+            case decisions.Repeat():
                 if isinstance(outcome, Round):
                     self._queue_update(outcome)
         # The next round is the update that the others hold back. Stay in REPLAYING, so that this
@@ -794,6 +823,7 @@ class Heal:
             time.sleep(PAUSE_SECONDS)
             return
         if self._attempt is None:
+            # A state that is offered from now on includes this update.
             return
         # The next exchange overwrites the sums, so keep a copy.
         update = made.update(self._nominal_tokens).with_copied_sums()
@@ -820,8 +850,9 @@ class Heal:
         self._cancel_attempt()
         position.roll_back()
         self._healing = self._healing.roll_back()
-        # The readers of the lost update may be dead. Without readers, each group reads the data of
-        # its own slot only, and the next round deals out the data of the others (`TakeOverSlots`).
+        # The ledger's readers are the groups that share the data of the next step. They held the
+        # lost update, and may be dead. Without readers, each group reads the data of its own slot,
+        # and the next round deals out the data of missing groups (`TakeOverSlots`).
         self._ledger.readers = ()
 
 
@@ -881,7 +912,7 @@ class _Pace:
         reserve = _LOAD_TIMES_IN_RESERVE * load_seconds
         return self._step_began + max(half, self.update_seconds - reserve)
 
-    def judge_deadline(self, deadline: float) -> _Lateness:
+    def measure_lateness(self, deadline: float) -> _Lateness:
         """Return whether the deadline of a round's replays is over, and count slow rounds.
 
         Call this once in a round after the deadline.

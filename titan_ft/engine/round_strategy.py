@@ -28,7 +28,7 @@ from titan_ft.engine.drain import OWN_SHARE, WAITING_SHARE
 from titan_ft.engine.feed import Reading, merge
 from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
 from titan_ft.engine.round import Sign
-from titan_ft.engine.step import Opening
+from titan_ft.engine.step import AfterOpening
 from titan_ft.engine.strategy import Departure, StepStrategy
 from titan_ft.engine.work import Work
 from titan_ft.protocol.errors import Leaving
@@ -509,7 +509,7 @@ class RoundStrategy(StepStrategy):
                 self._ahead = self._under_way
             else:
                 self.state.restore()
-        if not self._replica.others_open or self._is_over:
+        if not self._replica.others_make_opening_rounds or self._is_over:
             return False
         return self._open_round()
 
@@ -520,9 +520,9 @@ class RoundStrategy(StepStrategy):
 
     def _open_round(self) -> bool:
         """Meet the others before the first step of a round; return True if this group must heal."""
-        opening = self._replica.open_round()
-        self._exchanges_at_once = opening is Opening.EXCHANGE
-        return opening is Opening.HEAL
+        opening = self._replica.make_opening_rounds()
+        self._exchanges_at_once = opening is AfterOpening.EXCHANGE_AT_ONCE
+        return opening is AfterOpening.HEAL
 
     # Leaving during a round
 

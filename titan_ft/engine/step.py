@@ -1,12 +1,31 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The replica dimension: the trainer's view of the other groups.
+"""The replica dimension: how the trainer of one group works together with the other groups.
 
-One step:
+Terms:
 
-    quorum (requested at the last commit) -> forward, backward -> round (exchange, vote) -> decision
-                                                                  ^                            |
-                                                                  +------ same gradients ------+
+- A *quorum* is the list of the groups that take part in the next round.
+- In a *round* (`Rounds.make`), these groups sum their gradients and exchange one *row* of facts
+  each. Then the ranks of each group vote whether this worked on all of them. If not, the round
+  *broke*.
+- A *decision* (`protocol/decision.py`) is the next action of this group after a round.
+- A *holder* is a group that holds the job's state: the state after the latest update. A *stray*
+  claims to hold it, and differs from the majority.
+- An *outsider* is a living group that was not in the round, perhaps because it is in a long step.
+- With a semi-synchronous method, a group makes many local steps between two updates. Right after an
+  update, the groups then make *opening rounds* without gradients. They serve groups that missed the
+  update.
+
+One update, as the trainer makes it:
+
+1. The quorum was requested at the last commit, so the groups find each other while they compute.
+2. Forward and backward of the batches of `slots_to_read`. After `arm`, the backward launches the
+   exchange.
+3. `commit` makes a round, and follows the decision: one more round with the same gradients, after
+   more batches or after a pause, until the decision is to commit.
+4. The trainer applies the update. `offer_state` offers the new state to joiners.
+
+If a decision is to heal, the trainer calls `heal`. After the last step it calls `finish`.
 
 See docs/exchange.md.
 """
@@ -14,10 +33,8 @@ See docs/exchange.md.
 from __future__ import annotations
 
 import enum
-import functools
 import logging
 import math
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,10 +79,10 @@ FINISH_SECONDS = 60.0
 """How long groups with the final state wait for a missing group without a sign of life. They wait
 longer for a group that shows one. A group that comes too late has lost nothing: it finds that the
 job has finished, and ends as a success."""
-_LOOKS_PER_TURN = 2
-"""How often a group that leaves looks whether another group has begun to save, for each group
-before it in the order of saving."""
-_LOOK_SECONDS = 0.5  # between two such looks
+_SAVE_CHECKS_PER_GROUP = 2
+"""A leaving group whose time is nearly over checks whether another group has begun to save. It
+makes this many checks for each group before it in the order of saving. Then it saves itself."""
+_SAVE_CHECK_SECONDS = 0.5  # between two such checks
 _SILENT_WAIT_SECONDS = 1.0
 """A group with the final state names the groups it waits for only after this time: the others may
 be a moment late."""
@@ -74,18 +91,17 @@ _MAX_OPENING_ROUNDS = 5
 must wait for the next update."""
 _OPENING_SECONDS = 5.0
 """How long a group waits for the others to come to an opening round. A group that trains already
-comes only at the end of its round."""
-_WAITS_FOR_OUTSIDERS = (
-    "groups %s live and are in no quorum, in a long step perhaps: waiting for them"
-)
+comes only after its local steps."""
+_OUTSIDERS_MESSAGE = "groups %s live and are in no quorum, in a long step perhaps: waiting for them"
 
 
-class Opening(enum.Enum):
+class AfterOpening(enum.Enum):
     """The next action of a group after the opening rounds of a semi-synchronous method."""
 
     TRAIN = enum.auto()
-    # The others are at the end of the next round: exchange at once, with nothing to give.
-    EXCHANGE = enum.auto()
+    # The others have made their local steps already, and wait in the exchange after them. So go
+    # there at once, without local steps of this group.
+    EXCHANGE_AT_ONCE = enum.auto()
     HEAL = enum.auto()
 
 
@@ -99,9 +115,10 @@ class Committed:
         valid_tokens: tokens that the mean is taken over.
         loss: mean per valid token over all participants.
         max_loss: largest mean loss of one rank.
-        own_tokens, own_loss: this group's part of these; None = the group has no part.
-        exchanges: number of rounds for the step; 1 = no retry.
-        slowest: seconds of the slowest group's own part of the step / median of the others'
+        own_tokens: this group's part of `valid_tokens`.
+        own_loss: mean per valid token of this group; None = the group has no valid tokens.
+        num_exchanges: number of rounds for the step; 1 = no retry.
+        slowest_ratio: seconds of the slowest group's own part of the step / median of the others'
             (0 = this group is alone).
         waits: how long this rank waited for other groups, the longest wait first.
     """
@@ -114,8 +131,8 @@ class Committed:
     max_loss: float
     own_tokens: int
     own_loss: float | None
-    exchanges: int
-    slowest: float
+    num_exchanges: int
+    slowest_ratio: float
     waits: Sequence[Waited] = ()
 
 
@@ -127,6 +144,11 @@ class ReplicaDimension:
     update, and the local gradients are untouched.
 
     Args:
+        position: this group's place in the job. The group's next row shows it.
+        rounds: makes the rounds.
+        heal: gets the job's state if this group lacks it.
+        ledger: says which slots of the data each group reads next.
+        group: collectives among the ranks of this group.
         nominal_tokens: tokens of a step with all groups present. Local losses are divided by it.
         pauses_after: returns True for a step after which the group saves, validates or ends before
             it trains on.
@@ -154,18 +176,18 @@ class ReplicaDimension:
         self._events = events
         self._nominal_tokens = nominal_tokens
         self._pauses_after = pauses_after
-        self._strategy = strategy_of(config)
+        self._strategy = strategy_of(config)  # an update of one step, or of many
         self._stragglers = Stragglers(straggler.FACTOR, straggler.STEPS)
-        self._wait_is_reported = False  # of the step under way
+        self._wait_is_reported = False  # the wait of the step under way
         # Slots of the groups that the last report about the wait for the end named.
         self._reported_unfinished: list[int] = []
-        self._outsiders = OutsiderWatch(rounds, group, _WAITS_FOR_OUTSIDERS)
-        self.heal_seconds = 0.0
+        self._outsiders = OutsiderWatch(rounds, group, _OUTSIDERS_MESSAGE)
+        self.heal_seconds = 0.0  # duration of the last heal
 
     # The start
 
     def join(self, step: int = 0) -> bool:
-        """Meet the other groups.
+        """Meet the other groups, before a checkpoint is loaded.
 
         Args:
             step: committed updates that this group can load from a checkpoint; 0 = it has none.
@@ -175,24 +197,25 @@ class ReplicaDimension:
         """
         self._position.set_step(step)
         if self._heal.await_offer(step):
-            self._position.set_step(0)
+            self._position.set_step(0)  # it loads no checkpoint
             return True
-        # A rank that could not reach the others may know their steps only in part.
+        # A rank that could not reach the others may not know all of their steps. So the largest
+        # step that any rank of the group knows counts.
         latest = max(self._group.gather(self._rounds.get_quorum().max_step))
         if latest <= step:
             return False
         # Remember the others' step. If they die before a round shows it, the job's state is lost,
         # and the job must not silently start over.
         self._position.raise_seen_step(latest)
-        self._position.set_step(0)
+        self._position.set_step(0)  # it loads no checkpoint
         return True
 
     def start(self, step: int) -> bool:
         """Start to train together with the other groups.
 
         The job's first step, also after a checkpoint, waits for `group_size` groups, up to
-        `start_timeout_seconds`. It waits longer while groups live that are not in the quorum: a
-        group inside a long step is in no quorum, and its state would be given up.
+        `start_timeout_seconds`. It waits longer while outsiders live. An outsider may hold a later
+        state, which the job would lose if it started without that group.
 
         Args:
             step: committed updates in this group's state.
@@ -211,11 +234,14 @@ class ReplicaDimension:
         while True:
             now = self._group.clock()
             waited = now - started_at
-            is_soon_over = waited >= self._config.start_timeout_seconds - SIGN_TIMEOUT_SECONDS
-            # All ranks of the group look, or none: they have the same clock and the same outcome.
-            if is_soon_over and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
+            # Look for outsiders before the timeout is over: right after it, the job would start.
+            is_nearly_over = waited >= self._config.start_timeout_seconds - SIGN_TIMEOUT_SECONDS
+            # `has_any` is a collective. All ranks of the group call it, or none: they have the same
+            # clock and the same outcome.
+            if is_nearly_over and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
                 outsiders_seen_at = now
             if now - outsiders_seen_at < SIGN_TIMEOUT_SECONDS:
+                # The group's row shows no wait. So no group ends the wait for the first step.
                 self._position.set_waited_seconds(0.0)
             else:
                 self._position.set_waited_seconds(waited)
@@ -229,16 +255,18 @@ class ReplicaDimension:
                 case decisions.Wait():
                     time.sleep(PAUSE_SECONDS)
                 case other:
-                    _raise_end(other)
+                    _raise_if_final(other)
 
     def _start_training(self, made: Round, num_missing: int) -> None:
         if num_missing:
             text = "start_timeout_seconds is over: beginning without %d groups"
             logger.warning(text, num_missing)
         self._position.mark_training()
+        # The wait for the first step is no part of the first step's own waits.
         self._rounds.waits.discard()
+        # The readers share the data of the next step. They are a part of the offered state.
         self._ledger.readers = tuple(made.readers)
-        self.offer_state()  # the readers are a part of the offered state
+        self.offer_state()
 
     # One update
 
@@ -247,25 +275,30 @@ class ReplicaDimension:
         self._rounds.arm()
 
     def launch_with(self, contribution: Contribution) -> None:
-        """Launch the exchange, which goes on while this group makes steps of the next round.
+        """Launch the exchange of a semi-synchronous method; returns at once.
 
-        `commit` with the same contribution completes it.
+        The exchange goes on while this group makes local steps for the next update. `commit` with
+        the same contribution completes it.
         """
         self._rounds.launch_with(contribution)
 
     def gather_signs(self, *, overdue: bool = False) -> Sign:
-        """Return all signs that a rank of the group sees, the same on all ranks. A collective.
+        """Return the signs that any rank of the group sees. A collective.
 
-        It is the only collective between two local steps, because on a GPU each collective makes
-        the host wait.
+        A *sign* is a reason to do something between two local steps, such as a leave request. This
+        is the only collective between two local steps, because on a GPU each collective makes the
+        host wait.
 
         Args:
-            overdue: this rank finds that `sync_deadline_seconds` are over.
+            overdue: `sync_deadline_seconds` have passed on this rank.
         """
         own = self._rounds.signs
         if overdue:
             own |= Sign.OVERDUE
-        return functools.reduce(operator.or_, map(Sign, self._group.gather(own)))
+        signs = Sign(0)
+        for signs_of_rank in self._group.gather(own):
+            signs |= Sign(signs_of_rank)
+        return signs
 
     def serve_joiner(self) -> None:
         """Copy the state for a joiner that came during this round.
@@ -291,6 +324,7 @@ class ReplicaDimension:
 
         The list is empty if another group still reads this group's slot.
         """
+        # With "shrink", nobody trains the data of a missing group.
         if self._config.batch_policy == "shrink" or not self._ledger.readers:
             return [self._config.replica_id]
         # A group that is no reader has no share. The others dealt its slot out before they knew
@@ -322,52 +356,61 @@ class ReplicaDimension:
             NonFiniteError: only this group's gradients were not finite, several steps in a row.
             Leaving: the group got a leave request, and the step could not be committed.
         """
-        use = GradientUse.GIVE
-        use_after_wait = GradientUse.GIVE
-        exchanges = 0
-        # Which slots each reader trains in this step; empty = the rows settle it.
+        # How the gradients are used while the step need not wait. It depends on whether they are
+        # finite.
+        normal_use = GradientUse.GIVE
+        # How they are used in the next round: as `normal_use`, or held back.
+        use = normal_use
+        num_exchanges = 0
+        # Which slots each reader trains in this step. It is empty with "shrink", and once only the
+        # rows of a round show the slots.
         shares: dict[GroupProcess, list[int]] = {}
         if self._config.batch_policy != "shrink":
             shares = self._ledger.shares()
         while True:
             outcome = self._rounds.make(contribution, use)
-            exchanges += 1
+            num_exchanges += 1
             match decide(self._position, outcome, self._config):
                 case decisions.Commit() if isinstance(outcome, Round):
-                    return self._commit(outcome, exchanges)
+                    return self._record_commit(outcome, num_exchanges)
                 case decisions.Repeat():
-                    use = use_after_wait
+                    use = normal_use
                     if isinstance(outcome, Broken):
                         slots = self._take_over_after_break(shares)
                         if slots:
                             contribution = contribution.plus(train(slots))
                 case decisions.ExcludeGradients():
-                    use = use_after_wait = GradientUse.EXCLUDE
+                    normal_use = GradientUse.EXCLUDE
+                    use = normal_use
                 case decisions.ForceGradients():
-                    use = use_after_wait = GradientUse.FORCE
+                    normal_use = GradientUse.FORCE
+                    use = normal_use
                 case decisions.TakeOverSlots(slots):
-                    shares.clear()  # the rows show which slots are read
+                    shares.clear()
                     contribution = contribution.plus(train(slots))
                 case decisions.TrainOn() if isinstance(outcome, Round):
                     if outcome.verdict.opening:
-                        # The others may make one more opening round. They must not wait for this
-                        # group's steps.
+                        # The others may make one more opening round. Because the quorum is
+                        # requested, this group breaks off its local steps when they do.
                         self._rounds.request_quorum()
                     contribution = train(self.slots_to_read())
                 case decisions.DiscardGradients():
                     discard()
                     shares.clear()
                     contribution = NOTHING
-                    use = use_after_wait = GradientUse.GIVE
+                    normal_use = GradientUse.GIVE
+                    use = normal_use
                 case decisions.Wait() as wait:
                     self._wait(outcome, wait)
-                    use = use_after_wait
+                    use = normal_use
                     if use.gives:
+                        # Exchange only rows until the wait is over. Sums could not be used, and
+                        # would slow down the transfer of a state to a joiner.
                         use = GradientUse.HOLD_BACK
                 case decisions.StartHeal():
                     return None
                 case other:
-                    _raise_end(other)
+                    _raise_if_final(other)
 
     def _take_over_after_break(self, shares: dict[GroupProcess, list[int]]) -> list[int]:
         """Meet the others again after a round broke, and take over slots of groups that are gone.
@@ -390,7 +433,7 @@ class ReplicaDimension:
             return []
         return deal_anew(shares, present).get(self._rounds.process, [])
 
-    def _commit(self, made: Round, exchanges: int) -> Committed:
+    def _record_commit(self, made: Round, num_exchanges: int) -> Committed:
         """Count the round's update as a part of the state, and request the next quorum."""
         self._wait_is_reported = False
         update, verdict = made.update(self._nominal_tokens), made.verdict
@@ -409,9 +452,10 @@ class ReplicaDimension:
             self._events.emit(GradientExcluded(step=update.step, slots=excluded))
         self._position.count_exclusion(excluded, self._config.replica_id)
         self._position.advance(update)
-        self._compare_speeds(made)
+        self._report_stragglers(made)
         if not self._pauses_after(update.step):
-            # All groups are at the same point now, so none comes late to this quorum.
+            # All groups are at the same point now, so none comes late to this quorum. `ahead`: this
+            # group computes before it needs the quorum.
             self._rounds.request_quorum(ahead=True)
         return Committed(
             update=update,
@@ -422,8 +466,8 @@ class ReplicaDimension:
             max_loss=verdict.max_loss,
             own_tokens=own.valid_tokens,
             own_loss=own_loss,
-            exchanges=exchanges,
-            slowest=max(self._stragglers.ratios.values(), default=0.0),
+            num_exchanges=num_exchanges,
+            slowest_ratio=max(self._stragglers.ratios.values(), default=0.0),
             waits=self._rounds.waits.pop_waits(),
         )
 
@@ -445,7 +489,7 @@ class ReplicaDimension:
             )
         time.sleep(PAUSE_SECONDS)
 
-    def _compare_speeds(self, made: Round) -> None:
+    def _report_stragglers(self, made: Round) -> None:
         """Report each group that has become a straggler, or has stopped being one."""
         seconds = {}
         for rank in made.verdict.contributors:
@@ -461,15 +505,15 @@ class ReplicaDimension:
 
     # Between two rounds of a semi-synchronous method
 
-    def open_round(self) -> Opening:
-        """Meet the others once more right after an update, before the steps of the next round.
+    def make_opening_rounds(self) -> AfterOpening:
+        """Meet the others right after an update, before the local steps for the next one.
 
         A group that missed the update, or has just come, finds a donor in these rounds. Otherwise
-        it would find one only at the end of the next round.
+        it would find one only after the local steps of the others.
 
-        If no other group comes within `_OPENING_SECONDS`, this group starts to train. The others
-        may have seen another end of the last opening round. The groups meet again at the end of the
-        round.
+        If no other group comes within `_OPENING_SECONDS`, this group starts to train. This happens
+        if the last opening round broke for this group and worked for the others, so that they train
+        already. The groups meet again in the exchange after their local steps.
         """
         for _ in range(_MAX_OPENING_ROUNDS):
             if not self._await_opening():
@@ -477,19 +521,22 @@ class ReplicaDimension:
             outcome = self._rounds.make(use=GradientUse.OPEN)
             decision = decide(self._position, outcome, self._config)
             if isinstance(decision, decisions.StartHeal):
-                return Opening.HEAL
-            _raise_end(decision)
+                return AfterOpening.HEAL
+            _raise_if_final(decision)
             if isinstance(outcome, Broken):
                 continue
             if outcome.verdict.may_update:
-                return Opening.EXCHANGE
-            # Holders offer only compared bytes. If they have not compared them, one more round
-            # follows. If they have, one more round would find the joiner healed, without time for a
-            # step of its own.
-            is_unserved = outcome.has_askers and not outcome.verdict.verified
-            if not is_unserved and not outcome.verdict.strays:
+                # A group in this round has finished its local steps, and repeats the round now.
+                return AfterOpening.EXCHANGE_AT_ONCE
+            # A holder offers its state only if all holders have compared their bytes (`verified`).
+            # If they have not, a joiner could not be served, and one more round follows. If they
+            # have, train: in one more round the joiner would be healed already, and would have no
+            # time for a local step of its own.
+            is_joiner_unserved = outcome.has_askers and not outcome.verdict.verified
+            # In the next round, a stray is a joiner.
+            if not is_joiner_unserved and not outcome.verdict.strays:
                 break
-        return Opening.TRAIN
+        return AfterOpening.TRAIN
 
     def _await_opening(self) -> bool:
         """Wait a while for the others to come to an opening round; return True if they do."""
@@ -513,9 +560,10 @@ class ReplicaDimension:
         return True
 
     def lacks_time(self, seconds: float, share: float) -> bool:
-        """Return True if so many more seconds exceed a share of the time to leave, on any rank.
+        """Return True if work of `seconds` would not end in time on some rank. A collective.
 
-        A collective.
+        Args:
+            share: share of `drain_timeout_seconds` that may have passed at the end of the work.
         """
         return self._rounds.lacks_time(seconds, share)
 
@@ -531,9 +579,10 @@ class ReplicaDimension:
         every = self._config.digest_every
         if not every:
             return None
-        steps_since_due = self._position.step * self._strategy.steps % every
-        if steps_since_due >= self._strategy.steps:
-            return None
+        num_local_steps = self._position.step * self._strategy.steps
+        steps_since_multiple = num_local_steps % every
+        if steps_since_multiple >= self._strategy.steps:
+            return None  # the last multiple was in an earlier round
         return self._rounds.compute_digest()
 
     def offer_state(self) -> None:
@@ -556,8 +605,8 @@ class ReplicaDimension:
         return self._position.step
 
     @property
-    def others_open(self) -> bool:
-        """True if the others make opening rounds after the update with which this heal ended."""
+    def others_make_opening_rounds(self) -> bool:
+        """True if the last heal ended with an update: the others make opening rounds after it."""
         return self._heal.ended_on_update
 
     # The end of the job
@@ -566,8 +615,7 @@ class ReplicaDimension:
         """Stay until every group holds the final state, or until `FINISH_SECONDS` pass without
         news.
 
-        This group stays longer while groups live that are not in the quorum: a group inside a long
-        step is in none.
+        This group stays longer while outsiders live: they may need the final state.
 
         Returns:
             This rank's digest of the final state, in hex. None if this group turns out not to hold
@@ -588,12 +636,12 @@ class ReplicaDimension:
             decision = decide(self._position, outcome, self._config)
             if isinstance(decision, decisions.StartHeal):
                 return None
-            _raise_end(decision)
+            _raise_if_final(decision)
             # The ranks may have seen different rows of a group that leaves. So they agree here.
             is_done = isinstance(decision, decisions.Done)
             is_complete = all(self._group.gather(int(is_done)))
             now = self._group.clock()
-            if self._is_needed(outcome):
+            if self._may_have_joiner(outcome):
                 deadline = now + FINISH_SECONDS
             if now >= deadline and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
                 deadline = now + SIGN_TIMEOUT_SECONDS
@@ -606,12 +654,13 @@ class ReplicaDimension:
                 self._report_unfinished(outcome, deadline - now)
             time.sleep(PAUSE_SECONDS)
 
-    def _is_needed(self, outcome: Round | Broken) -> bool:
-        """Return True if a group may be present that lacks the final state.
+    def _may_have_joiner(self, outcome: Round | Broken) -> bool:
+        """Return True if a group that lacks the final state may have been in the round.
 
-        A round that broke was made with another group. If this group left right after it, perhaps
-        after a long time without a lighthouse, it would take the final state from a group that has
-        just come back.
+        A broken round shows no rows, so any other group in it may lack the state. Suppose that the
+        lighthouse was away for longer than `FINISH_SECONDS`, and that the other group has just come
+        back. If this group ended after the broken round, the other group could get the state from
+        nobody.
         """
         if isinstance(outcome, Round):
             return len(outcome.verdict.holders) < len(outcome.rows)
@@ -647,38 +696,44 @@ class ReplicaDimension:
     # Leaving
 
     def find_last_to_leave(self) -> LastToLeave | None:
-        """Return the groups with which the job's state leaves; None if another group keeps it.
+        """Return the last groups with the job's state, one of which must save it now.
 
-        A collective. A group outside of the largest clique holds an older state than the others.
+        A collective.
+
+        Returns:
+            None if a group that stays keeps the state.
         """
         if not self._position.leaving:
+            # This group left while a broken network kept it out of the quorums
+            # (`Partition.stay_outside`). The groups in the quorums hold a later state.
             return None
         left = self._group.union(self._position.left)
         return find_last_to_leave(self._position, left, self._config.replica_id)
 
-    def await_turn(
+    def await_turn_to_save(
         self,
         last: LastToLeave,
         is_saved: Callable[[], bool],
-        is_begun: Callable[[], bool],
+        is_save_under_way: Callable[[], bool],
     ) -> bool:
         """Wait while other groups that leave may save the state. A collective.
 
         The first of these groups saves. The others stay until the state is saved, because the first
         group may die during its save. They stay no longer than a group that leaves may wait for
-        others. If the first group has not begun to save by then, it hangs, and the next group
-        saves.
+        others (`Rounds.must_hurry`). If the first group has not begun to save by then, it hangs,
+        and the next group saves.
 
         Args:
+            last: the groups that leave, in the order of saving.
             is_saved: returns True if the state is saved. A collective as well.
-            is_begun: returns True if another group writes the state. A collective as well.
+            is_save_under_way: returns True if another group writes the state. A collective as well.
 
         Returns:
             True if this group must save.
         """
         own = last.slots.index(self._config.replica_id)
         groups_before = set(last.slots[:own])
-        looks = 0
+        num_checks = 0
         while True:
             # Look for living groups before `is_saved`: a group that is gone now saved before this
             # moment, or never will.
@@ -689,16 +744,16 @@ class ReplicaDimension:
             if not groups_before:
                 return True
             if self._rounds.must_hurry:
-                if is_begun():
+                if is_save_under_way():
                     return False
-                if looks >= _LOOKS_PER_TURN * len(groups_before):
+                if num_checks >= _SAVE_CHECKS_PER_GROUP * len(groups_before):
                     return True
-                looks += 1
-            time.sleep(min(_LOOK_SECONDS, self._config.heartbeat_timeout_ms / 1000))
+                num_checks += 1
+            time.sleep(min(_SAVE_CHECK_SECONDS, self._config.heartbeat_timeout_ms / 1000))
 
 
-def _raise_end(decision: Decision) -> None:
-    """Raise if the decision ends this group's part in the run.
+def _raise_if_final(decision: Decision) -> None:
+    """Raise if the decision ends this group's part in the run. Otherwise do nothing.
 
     Raises:
         Leaving: the group leaves in order.

@@ -19,7 +19,7 @@ from titan_ft.engine import round_strategy
 from titan_ft.engine.feed import Reading
 from titan_ft.engine.round import Sign
 from titan_ft.engine.round_strategy import RoundStrategy, RoundWork
-from titan_ft.engine.step import Opening
+from titan_ft.engine.step import AfterOpening
 from titan_ft.engine.strategy import Departure
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Entry
@@ -651,16 +651,16 @@ def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
 @pytest.mark.parametrize(
     ("step", "exclusions", "opening", "done", "heals"),
     [
-        (8, 0, Opening.TRAIN, ["open"], False),
-        (8, 0, Opening.EXCHANGE, ["open"], False),
-        (8, 0, Opening.HEAL, ["open"], True),
+        (8, 0, AfterOpening.TRAIN, ["open"], False),
+        (8, 0, AfterOpening.EXCHANGE_AT_ONCE, ["open"], False),
+        (8, 0, AfterOpening.HEAL, ["open"], True),
         (8, 1, None, ["anchors"], True),
         (12, 0, None, [], False),
         (12, 1, None, [], False),
     ],
 )
 def test_what_follows_an_update(
-    step: int, exclusions: int, opening: Opening | None, done: list[str], heals: bool
+    step: int, exclusions: int, opening: AfterOpening | None, done: list[str], heals: bool
 ) -> None:
     """A group whose change was not finite heals. If no peer is left, it has the anchors.
 
@@ -671,13 +671,13 @@ def test_what_follows_an_update(
     vars(strategy).update(
         _training=SimpleNamespace(step=step, num_steps=12),
         _position=SimpleNamespace(exclusions=exclusions),
-        _replica=SimpleNamespace(open_round=lambda: found.append("open") or opening),
+        _replica=SimpleNamespace(make_opening_rounds=lambda: found.append("open") or opening),
         _exchanges_at_once=False,
         state=SimpleNamespace(restore=lambda: found.append("anchors")),
     )
     assert strategy.meet_after_update() is heals
     assert found == done
-    assert strategy._exchanges_at_once is (opening is Opening.EXCHANGE)
+    assert strategy._exchanges_at_once is (opening is AfterOpening.EXCHANGE_AT_ONCE)
 
 
 @pytest.mark.parametrize(("own", "sibling"), [(False, False), (True, False), (False, True)])
@@ -722,7 +722,7 @@ def test_a_group_that_rolls_back_keeps_its_round(
     strategy.state = SimpleNamespace(restore=take_other_weights)  # type: ignore[assignment]  # a stand-in
     if loads:
         strategy._forget_work()
-    this.replica.others_open = False
+    this.replica.others_make_opening_rounds = False
     assert not strategy.resume_after_heal()
     assert bool(restored) == bool(ahead)
     assert (strategy.start_update() is work) == keeps

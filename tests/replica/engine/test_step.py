@@ -499,7 +499,7 @@ def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
     )
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([1, 2], [1, 2])
-        assert committed.exchanges == 2
+        assert committed.num_exchanges == 2
     for group in groups.all:
         assert group.applied == [2.5]
         assert group.ledger.readers == readers(0, 1, 2), "the group reads its slot again"
@@ -541,7 +541,7 @@ def test_a_quorum_shows_which_shares_are_gone(
     for group in groups.all:
         group.ledger.readers = readers(1, 2, 3)
     made = [committed for committed in groups.run(live) if committed is not None]
-    assert [committed.exchanges for committed in made] == [exchanges] * len(reads)
+    assert [committed.num_exchanges for committed in made] == [exchanges] * len(reads)
     assert {slot: groups.all[slot].read for slot in reads} == reads
     assert {slot: groups.all[slot].applied for slot in reads} == {slot: [3.0] for slot in reads}, (
         "all five are in it"
@@ -566,7 +566,7 @@ def test_a_group_that_is_back_at_once_is_another_process() -> None:
         return None
 
     for committed in groups.run(live):
-        assert committed is None or (told(committed), committed.exchanges) == (
+        assert committed is None or (told(committed), committed.num_exchanges) == (
             ([0, 2], [0, 1, 2]),
             2,
         )
@@ -634,7 +634,7 @@ def test_a_forced_gradient_is_forced_again_when_the_exchange_breaks() -> None:
     groups = Groups(2, Hub([0, 1], broken=(2,)), lambda group, usual: NAN)
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([0, 1], [0, 1])
-        assert committed.exchanges == 4, "with it, without it, forced, and forced again"
+        assert committed.num_exchanges == 4, "with it, without it, forced, and forced again"
     for group in groups.all:
         assert math.isnan(group.applied[0])
         assert not group.events.named("gradient_excluded")
@@ -698,7 +698,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     first, second, joined = groups.run(go_on, go_on, join)
     for made in (first, second):
         assert [told(committed) for committed in made[:2]] == [([0, 1], [0, 1, 2])] * 2
-        assert [committed.exchanges for committed in made[:2]] == [1, 2]
+        assert [committed.num_exchanges for committed in made[:2]] == [1, 2]
         assert told(made[2]) == ([0, 1, 2], [0, 1, 2])
     assert [committed.update.lineage for committed in joined] == [
         committed.update.lineage for committed in first[1:]
@@ -781,8 +781,8 @@ def open_and_train(group: OneGroup, made: int = 4) -> Committed | None:
     Make the rest if the decision is to train on.
     """
     group.read = []
-    opening = group.dimension.open_round()
-    return commit(group, made if opening is step.Opening.TRAIN else 0)
+    opening = group.dimension.make_opening_rounds()
+    return commit(group, made if opening is step.AfterOpening.TRAIN else 0)
 
 
 def commit(group: OneGroup, made: int) -> Committed | None:
@@ -880,7 +880,10 @@ def test_a_group_does_not_wait_for_others_that_train_already(
     groups = in_rounds(2, Hub([0, 1]))
     for group in groups.all:
         group.seat.quorum_ready = False
-    assert groups.run(lambda group: group.dimension.open_round()) == [step.Opening.TRAIN] * 2
+    assert (
+        groups.run(lambda group: group.dimension.make_opening_rounds())
+        == [step.AfterOpening.TRAIN] * 2
+    )
     assert all(group.dimension.quorum_requested for group in groups.all)
     assert not any(group.seat.number > 0 for group in groups.all)
 

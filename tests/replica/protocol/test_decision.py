@@ -681,7 +681,7 @@ def test_a_clock_that_decides_is_gathered() -> None:
     functions = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "judge_deadline"
+        if isinstance(node, ast.FunctionDef) and node.name == "measure_lateness"
     ]
     inside |= {child for function in functions for child in ast.walk(function)}
     compared = [
@@ -692,7 +692,7 @@ def test_a_clock_that_decides_is_gathered() -> None:
     asked = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and "judge_deadline" in ast.unparse(node.func)
+        if isinstance(node, ast.Call) and "measure_lateness" in ast.unparse(node.func)
     ]
     assert len(compared) == 2
     assert len(asked) == 1

@@ -229,7 +229,7 @@ class Turns:
         last = LastToLeave(slots, agreed=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step.time, "sleep", self._pause)
-            return self.dimension.await_turn(
+            return self.dimension.await_turn_to_save(
                 last, lambda: self.look >= self._saved, lambda: self.look >= self._begun
             )
 
@@ -271,7 +271,9 @@ def test_a_group_that_has_saved_and_left_is_not_taken_for_dead() -> None:
         return len(looks) > 1
 
     turns.find_living = find_living  # type: ignore[method-assign]
-    assert not turns.dimension.await_turn(LastToLeave((0, 2), agreed=True), is_saved, lambda: False)
+    assert not turns.dimension.await_turn_to_save(
+        LastToLeave((0, 2), agreed=True), is_saved, lambda: False
+    )
 
 
 def test_the_others_wait_no_longer_than_they_may() -> None:
