@@ -451,7 +451,7 @@ def outsider_does_not_leave(patch: Patch) -> None:
             return former(self, lost)
 
     around(patch, partition.Partition, "_probe_outside", look)
-    substitute(patch, drain.Drain, "stops_waiting", lambda self, is_answered: False)
+    substitute(patch, drain.Drain, "agree_to_stop_waiting", lambda self, is_answered: False)
 
 
 @mutation(kinds=("nan",), promises=("ranks never part",))
@@ -783,7 +783,7 @@ def groups_in_round_not_awaited(patch: Patch) -> None:
 @mutation(kinds=("flip",), promises=("one trajectory",), mode="semi")
 def anchors_not_compared(patch: Patch) -> None:
     """The groups do not compare the bytes from which a round's changes are measured."""
-    substitute(patch, rounds.Rounds, "_compares_changes", lambda self, contribution: False)
+    substitute(patch, rounds.Rounds, "_compares_before_sum", lambda self, contribution: False)
 
 
 @mutation(kinds=("none",), promises=("one trajectory", "no state given up"), mode="semi")

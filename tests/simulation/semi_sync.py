@@ -317,11 +317,11 @@ class RoundRank(Rank):
         self.own.left, before, strategy = None, self.held[1], self.strategy
         # Steps of the next round, made during the exchange, stand on weights that the group no
         # longer has.
-        void = strategy._ahead.inner_steps if strategy._ahead is not None else 0
+        void = strategy._work_ahead.inner_steps if strategy._work_ahead is not None else 0
         super()._heal_once(computed)
-        work = strategy._under_way
+        work = strategy._uncommitted_work
         # The group has gone back to its own state, and gives the same changes again.
-        if work is not None and strategy._ahead is None:
+        if work is not None and strategy._work_ahead is None:
             if work.inner_steps:
                 self.world.say(self.process.name, f"keeps {work.inner_steps} steps of its round")
             return

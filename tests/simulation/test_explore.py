@@ -707,7 +707,7 @@ def test_a_bit_that_flips_in_an_anchor_is_in_no_update(
     The group's change would be measured from this anchor.
     """
     if not compared:
-        monkeypatch.setattr(Rounds, "_compares_changes", lambda rounds, contribution: False)
+        monkeypatch.setattr(Rounds, "_compares_before_sum", lambda rounds, contribution: False)
     fault_tolerance = {
         "enable": True,
         "group_size": 3,

@@ -2,7 +2,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Leave on SIGTERM: all ranks of a group leave after the same vote.
 
-If a rank has died, no vote is possible, and all ranks end at once. See docs/leaving.md.
+After each exchange with the other groups, the ranks of a group *vote* whether it worked. Each vote
+is a barrier over the ranks. A group can leave only right after a vote: in the middle of an
+exchange, it would break the exchange for the others.
+
+The ranks get SIGTERM at different moments, perhaps one of them before a vote and another one after
+it. So they agree over the *control tree* (`membership/control_tree.py`). A rank sends a *note* into
+the tree, and all ranks of the group hear it.
+
+A rank ends in one of two ways:
+
+- It *leaves*: all ranks of the group have agreed on the vote after which they leave.
+- It is *abandoned*: `drain_timeout_seconds` are over before that. Then all ranks of the group end.
+
+If a rank has died, no vote is possible, and the other ranks end at once. See docs/leaving.md.
 """
 
 from __future__ import annotations
@@ -27,17 +40,18 @@ TERMINATED = 128 + signal.SIGTERM
 _ONE_REQUEST_SECONDS = 1.0
 """SIGTERMs within this time are one request. Slurm signals every process of a job, and the agent
 passes its own SIGTERM on. So a worker gets the same request twice."""
-_LEAVE_SECONDS = 2.0  # how long a rank that has left waits until its siblings have left too
-OWN_SHARE = 0.5
-"""Share of `drain_timeout_seconds` in which a group may finish its local steps of a round."""
+_LEAVE_SECONDS = 2.0
+"""How long a rank that has left waits for its siblings, the other ranks of its group, to leave."""
+STEPS_SHARE = 0.5
+"""Share of `drain_timeout_seconds` in which a group may go on with the local steps of a round."""
 WAITING_SHARE = 0.75
-"""Share of `drain_timeout_seconds` after which a group no longer waits for other groups. The rest
-is for the exchange with them, and for a save."""
-_NO_VOTE_SECONDS = 1.0
+"""Share of `drain_timeout_seconds` after which a group no longer waits for other groups. The
+remaining time is for the exchange with them, and for a save."""
+_IDLE_SECONDS = 1.0
 """A rank with nothing to finish ends after this time. Until then it may find a dead sibling."""
 _ABANDONED_TOPIC = "abandoned"
-"""Topic of the note of a rank that ends without having left in order."""
-_ABANDON_SECONDS = 0.2  # time for the neighbours to hear this note
+"""Topic of the note of a rank that is abandoned."""
+_ABANDON_SECONDS = 0.2  # time for the neighbours in the tree to hear this note
 
 
 class Drain:
@@ -56,14 +70,14 @@ class Drain:
     and each vote must be a barrier over the ranks.
 
     Threads: `Rounds` calls the methods around votes on the training thread. Any thread may call
-    `request`, `spent` and `is_urgent`. Notes and losses of ranks come on the control tree's thread.
-
-    If a rank dies, or its time is over, the other ranks of the group end as well.
+    `request`, `spent_share` and `is_urgent`. Notes and losses of ranks come on the control tree's
+    thread. A thread of this class ends the process when the timeout is over, even if the training
+    thread hangs.
 
     Args:
         control: control tree of the group's ranks.
-        timeout_seconds: after this time the rank ends without having left in order.
-        on_abandon: called with the reason before such an end, on another thread.
+        timeout_seconds: time from a leave request until the rank is abandoned.
+        on_abandon: called with the reason before a rank is abandoned, on another thread.
     """
 
     def __init__(
@@ -90,8 +104,8 @@ class Drain:
         self._lost = ""  # description of a lost rank of the group; empty = none is lost
         # Number of the vote before which this rank last said "hurry"; None = it never did.
         self._hurried_at_vote: int | None = None
-        self._lock = threading.Lock()
-        self._ending = threading.Lock()
+        self._request_lock = threading.Lock()  # only one request starts the timeout
+        self._end_lock = threading.Lock()  # held for good by the first thread that ends the process
         control.listen_for_notes(_ABANDONED_TOPIC, self._handle_abandoned)
         control.listen_for_losses(self._handle_loss)
 
@@ -101,14 +115,14 @@ class Drain:
         return self._requested
 
     @property
-    def spent(self) -> float:
-        """Share of the timeout that is over, by this rank's clock; 0 before a leave request."""
+    def spent_share(self) -> float:
+        """Share of the timeout that has passed, by this rank's clock; 0 before a leave request."""
         return max(0.0, time.monotonic() - self._requested_at) / self._timeout_seconds
 
     @property
     def is_urgent(self) -> bool:
         """True if the group should no longer wait for other groups, by this rank's clock."""
-        return self.spent >= WAITING_SHARE
+        return self.spent_share >= WAITING_SHARE
 
     def install(self) -> None:
         """Handle SIGTERM as a leave request, and a second SIGTERM as an order to end at once.
@@ -119,7 +133,7 @@ class Drain:
         receive, send = os.pipe()
         os.set_blocking(send, False)
         threading.Thread(
-            target=self._receive,
+            target=self._read_signals,
             args=(receive,),
             name="titan_ft_signals",
             daemon=True,
@@ -134,17 +148,18 @@ class Drain:
         os.register_at_fork(
             before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
             after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
-            after_in_child=_forget_signals,
+            after_in_child=_restore_signals,
         )
 
     def request(self) -> None:
         """Request that the group leaves; any thread, returns at once. The timeout starts now."""
-        with self._lock:
+        with self._request_lock:
             if self._requested:
                 return
             self._requested = True
             self._requested_at = time.monotonic()
         threading.Thread(target=self._expire, name="titan_ft_drain_timeout", daemon=True).start()
+        # A rank may have died before this request.
         self._end_with_siblings()
 
     def mark_busy(self) -> None:
@@ -156,8 +171,8 @@ class Drain:
 
     @property
     def seconds_left(self) -> float:
-        """Rest of the timeout, by this rank's clock."""
-        return max(0.0, (1.0 - self.spent) * self._timeout_seconds)
+        """Time that is left of the timeout, by this rank's clock."""
+        return max(0.0, (1.0 - self.spent_share) * self._timeout_seconds)
 
     def before_vote(self, may_leave: Callable[[], bool]) -> None:
         """Announce a leave request to the other ranks. Call this right before each vote.
@@ -197,14 +212,14 @@ class Drain:
         """
         while True:
             answered = is_answered()
-            if self.stops_waiting(answered):
+            if self.agree_to_stop_waiting(answered):
                 return False
             if answered:
                 return True
             pause()
 
-    def stops_waiting(self, is_answered: bool) -> bool:
-        """Return True if the group no longer waits for other groups.
+    def agree_to_stop_waiting(self, is_answered: bool) -> bool:
+        """Take the next step of the agreement below; return True if the group stops waiting.
 
         The result is the same on all ranks of the group. A waiting rank calls this again and again.
 
@@ -219,8 +234,9 @@ class Drain:
         Args:
             is_answered: this rank has its quorum.
         """
+        # The number of the vote is in each topic: notes of an earlier wait must not count.
         vote = self._num_votes
-        said_by_all = f"hurry/{vote}"
+        hurry_topic = f"hurry/{vote}"
         has_hurried = self._hurried_at_vote == vote
         if not has_hurried:
             if is_answered:
@@ -228,14 +244,17 @@ class Drain:
             if not self.is_urgent and not self._is_a_sibling_urgent():
                 return False
             self._hurried_at_vote = vote
-            self._control.send_note_with_all(said_by_all)
+            # The ranks hear this note when all of them have sent it.
+            self._control.send_note_with_all(hurry_topic)
+            # The ranks hear this note at once.
             self._control.send_note(self._urgent_topic())
         if is_answered:
             proposal = "go on"
-        elif self._control.read_note(said_by_all) is not None:
+        elif self._control.read_note(hurry_topic) is not None:
             proposal = "leave"
         else:
             return False
+        # `propose` returns the proposal that reached rank 0 first.
         return self._control.propose(f"waiting/{vote}", proposal) == "leave"
 
     def _is_a_sibling_urgent(self) -> bool:
@@ -245,7 +264,7 @@ class Drain:
         return f"urgent/{self._num_votes}"
 
     def leave(self) -> None:
-        """Mark this rank as gone in order. Wait, for 2 seconds at most, until all ranks are.
+        """Mark this rank as gone in order. Wait, for 2 seconds at most, until its siblings are too.
 
         Call this last of all, also when training has finished. The siblings may need this rank to
         pass on their messages, and a rank that ends without this mark counts as dead.
@@ -253,10 +272,11 @@ class Drain:
         self._left = True
         self._control.leave(_LEAVE_SECONDS)
 
-    # Siblings that end; on the control tree's thread, or on the one that requests
+    # Siblings that end; on the control tree's thread, or on the thread that calls `request`
 
     def _handle_loss(self, loss: LostRank) -> None:
-        if loss.silent_seconds:
+        is_silent = loss.silent_seconds > 0
+        if is_silent:
             return  # rank 0 ends the group, and reports the silent ranks (`Links`)
         where = ""
         if loss.host:
@@ -266,22 +286,23 @@ class Drain:
         self._end_with_siblings()
 
     def _handle_abandoned(self, _: str) -> None:
-        """Treat the end of a sibling whose time is over as a leave request."""
+        """Treat the end of an abandoned sibling as a leave request."""
         if not self._left:
             self.request()
             self._end_with_siblings()
 
     def _end_with_siblings(self) -> None:
-        """End now if this rank has a leave request, and another rank has died or ended.
+        """End now if this rank has a leave request, and another rank has died or is abandoned.
 
         The step cannot be finished then. When a rank dies, the agent sends SIGTERM to the other
-        ranks. When this rank ends, it sends a note to its siblings. The tree's own thread must not
-        wait for that, so the end runs on another thread.
+        ranks, which is their leave request.
         """
         if not self._requested or self._left:
             return
         if self._control.read_note(_ABANDONED_TOPIC) is not None:
             reason = "another rank of this group had to end"
+            # `_abandon` sends a note and waits for it. The tree's own thread may be here, and must
+            # not wait, because it sends the notes.
             call_aside(partial(self._abandon, reason), "titan_ft_abandon")
         elif self._lost:
             line = f"{self._lost}, so that its step cannot be finished: ending at once"
@@ -289,30 +310,41 @@ class Drain:
 
     # Threads
 
-    def _receive(self, receive: int) -> None:
-        """Read the numbers of the signals that this process gets."""
-        first: float | None = None
+    def _read_signals(self, receive: int) -> None:
+        """Read the numbers of the signals that this process gets.
+
+        Args:
+            receive: file descriptor. Python's C handler writes one byte for each signal: its
+                number.
+        """
+        first_at: float | None = None  # time of the first SIGTERM
         while True:
-            if signal.SIGTERM not in os.read(receive, 64):
+            signal_numbers = os.read(receive, 64)
+            if signal.SIGTERM not in signal_numbers:
                 continue
-            if first is None:
-                first = time.monotonic()
+            if first_at is None:
+                first_at = time.monotonic()
                 self.request()
-            elif time.monotonic() - first > _ONE_REQUEST_SECONDS:
+            elif time.monotonic() - first_at > _ONE_REQUEST_SECONDS:
                 os._exit(TERMINATED)
 
     def _expire(self) -> None:
-        """End this rank when its time is over, or soon if it has nothing to finish."""
+        """Abandon this rank when its time is over, or soon if it has nothing to finish."""
         started = time.monotonic()
-        if self._num_ranks > 1:
-            time.sleep(min(_NO_VOTE_SECONDS, self._timeout_seconds))
-        reason = NOT_BEGUN
+        has_siblings = self._num_ranks > 1
+        if has_siblings:
+            time.sleep(min(_IDLE_SECONDS, self._timeout_seconds))
+        reason = NOT_BEGUN  # to train
         if self._num_votes or self._is_busy:
             time.sleep(max(0.0, started + self._timeout_seconds - time.monotonic()))
             reason = f"fault_tolerance.drain_timeout_seconds ({self._timeout_seconds:g} s) is over"
         self._abandon(reason)
 
     def _abandon(self, reason: str) -> None:
+        """End this rank, and let its siblings end. The status is 0: the agent must not restart it.
+
+        Any thread.
+        """
         line = f"SIGTERM: ending without having left in order, because {reason}"
         if self._left:
             self._end(0)  # the siblings know that this rank has left; it only hangs in its clean-up
@@ -330,11 +362,12 @@ class Drain:
         self._control.announce_end(_ABANDON_SECONDS)
 
     def _end(self, status: int, *final_calls: Callable[[], object]) -> None:
-        if self._ending.acquire(blocking=False):
+        if self._end_lock.acquire(blocking=False):
             end_process(status, *final_calls)
 
 
-def _forget_signals() -> None:
+def _restore_signals() -> None:
+    """Give SIGTERM its default action, in a process that was just forked."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

@@ -1,13 +1,25 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A round: one exchange between all groups, and one vote of the group's ranks on it.
+"""A round: one exchange between the groups of a quorum, and a vote in each group on the exchange.
 
-Groups act together in rounds only: they commit a step, heal and leave in them. So all members of a
+Groups act together in rounds only: they commit a step, heal and leave in them. So all groups of a
 quorum always make the same collectives in the same order, even if one of them trains, another one
 heals and a third one leaves. `protocol/decision.py` decides what a group does after a round.
 
-In this module, "a round of several steps" is the other meaning of the word: `sync_steps` local
-steps and their exchange, with a semi-synchronous method.
+Terms:
+
+- A *quorum* is the list of the groups that take part in a round. The lighthouse, a server for all
+  groups, answers the quorum requests of these groups at the same moment.
+- In the *exchange*, each group gives its gradients, or nothing, to the sums. It sends one *row* of
+  facts to all others.
+- A round *works* if the exchange worked on all ranks of this group (`Round`). Otherwise it *broke*
+  (`Broken`), and the group makes it again.
+- The *verdict* is the meaning of the rows (`protocol/verdict.py`). A *holder* holds the job's
+  state. A *stray* claims to hold the job's state, and differs from the majority.
+- A *joiner* fetches the state from a holder, its *donor*. The *digest* is a hash of a state's
+  bytes. The joiner compares the fetched bytes with the digest in the holders' rows.
+- A *long round* has another meaning: `sync_steps` local steps and the exchange after them, with a
+  semi-synchronous method. In an *opening round* right after an update, the groups only meet.
 
 See docs/exchange.md.
 """
@@ -52,16 +64,17 @@ PAUSE_SECONDS = 0.1  # between rounds in which a group can only wait for others
 
 
 class Sign(enum.IntFlag):
-    """Signs that a rank looks for between two local steps of a round of several steps."""
+    """Signs that a rank looks for between two local steps of a long round."""
 
     STATE_WANTED = enum.auto()  # a joiner waits for a copy of the state
-    OTHERS_WAIT = enum.auto()  # the quorum that this group has requested early is ready
+    # The quorum is ready, which this group has requested before the end of its local steps.
+    OTHERS_WAIT = enum.auto()
     LEAVE_REQUESTED = enum.auto()  # this group must leave
-    OVERDUE = enum.auto()  # `sync_deadline_seconds` are over
+    OVERDUE = enum.auto()  # `sync_deadline_seconds` have passed
 
 
 @dataclass(frozen=True)
-class _Exchanged:
+class _ExchangeOutcome:
     """The outcome of an exchange on this rank, before the vote.
 
     Attributes:
@@ -86,6 +99,14 @@ class Rounds:
 
     After a broken round, the local gradients and the state are untouched, and the round can be made
     again.
+
+    Args:
+        membership: requests quorums from the lighthouse, and makes the votes.
+        exchange: sums the gradients and sends the rows, on a thread of its own.
+        position: this group's place in the job. The group's row shows it.
+        donor: offers the state to joiners, and copies it for them.
+        group: collectives among the ranks of this group.
+        drain: knows whether the group must leave.
 
     Attributes:
         last_round: the last round that worked; None = there was none.
@@ -116,8 +137,8 @@ class Rounds:
         self._events = events
         self._drain = drain
         self._watchdog = watchdog
-        self._strategy = strategy_of(config)
-        self._last_members: frozenset[Member] = frozenset()  # of the last round that worked
+        self._strategy = strategy_of(config)  # an update of one step, or of a long round
+        self._last_members: frozenset[Member] = frozenset()  # members of the last round that worked
         self.last_round: Round | None = None
         self.waits = WaitLog()
 
@@ -132,10 +153,16 @@ class Rounds:
         """
         if self._membership.quorum_requested:
             if not ahead:
+                # If the quorum was requested ahead, the step has been computed now.
                 self._membership.need_quorum()
-        elif not self._position.leaving:
-            may_grow = ahead and self._config.group_size > 1 and not self._strategy.has_long_rounds
-            self._membership.request_quorum(self._position.claimed_step, may_grow=may_grow)
+            return
+        if self._position.leaving:
+            # The others would wait for a group that leaves.
+            return
+        # In a long round, a joiner needs no quorum to get the state (`copy_for_joiner`).
+        can_grow = self._config.group_size > 1 and not self._strategy.has_long_rounds
+        may_grow = ahead and can_grow
+        self._membership.request_quorum(self._position.claimed_step, may_grow=may_grow)
 
     @property
     def quorum_requested(self) -> bool:
@@ -207,14 +234,13 @@ class Rounds:
         return any(self._group.gather(self._drain.is_urgent))
 
     def lacks_time(self, seconds: float, share: float) -> bool:
-        """Return True if a rank has no time for `seconds` more before it must leave. A collective.
+        """Return True if work of `seconds` would not end in time on some rank. A collective.
 
         Args:
-            seconds: duration of the work that remains.
-            share: share of `drain_timeout_seconds` that may be spent after this work.
+            share: share of `drain_timeout_seconds` that may have passed at the end of the work.
         """
         timeout = self._config.drain_timeout_seconds
-        spent_share = self._drain.spent + seconds / timeout
+        spent_share = self._drain.spent_share + seconds / timeout
         return any(self._group.gather(spent_share > share))
 
     def mark_busy(self) -> None:
@@ -248,7 +274,7 @@ class Rounds:
         self._membership.remember_donors(slots)
 
     def find_living(self, slots: Collection[int]) -> set[int]:
-        """Return which of the groups `slots` in the last round live. A collective of the group."""
+        """Return which of these groups were in the last round and live. A collective."""
         living: set[int] = set()
         if self._group.leads:
             members = [member for member in self._last_members if member.slot in slots]
@@ -289,29 +315,35 @@ class Rounds:
         self._donor.retract()
 
     def _offer_after(self, made: Round) -> None:
-        """Offer the state after a round, or withdraw the offer.
-
-        After an update, `offer_state` offers the new state when the update has been applied.
-        """
+        """Offer the state after a round, or withdraw the offer."""
         if self._config.group_size == 1:
             return
-        ends_on_update = is_update(made, self._config)
         may_offer = made.quorum.rank in made.verdict.offering
+        has_update = is_update(made, self._config)
         if self._strategy.has_long_rounds:
-            self._offer_compared_after(made, may_offer and not ends_on_update)
-        elif not may_offer:
+            self._offer_compared_after(made, may_offer and not has_update)
+            return
+        if not may_offer:
             self._donor.retract()
-        elif not ends_on_update and self._donor.offered_step != self._position.step:
+            return
+        if has_update:
+            # `offer_state` offers the new state when the update has been applied.
+            return
+        if self._donor.offered_step != self._position.step:
             self._donor.offer(self._position)
 
     def _offer_compared_after(self, made: Round, may_offer: bool) -> None:
-        """Offer the state of a round of several steps, if all holders have compared its bytes.
+        """Offer the state for the next long round, if all holders have compared its bytes.
 
         A joiner trains before the next exchange, so that exchange comes too late to confirm the
         fetched bytes.
+
+        Args:
+            may_offer: this group holds the job's state, and the round has no update to apply.
         """
-        is_compared = made.verdict.verified and not is_update_near(made, self._config)
-        if not (may_offer and is_compared):
+        # If the next round may be an update, the state would be outdated soon.
+        may_last = not is_update_near(made, self._config)
+        if not (may_offer and made.verdict.verified and may_last):
             self._donor.end_offer()
             return
         self._donor.offer_compared(self._position, made.verdict.digest)
@@ -327,8 +359,8 @@ class Rounds:
 
         Call this before the step's last backward.
         """
-        # Without `ahead`: a newcomer with the same state does not compute this step. If it joined
-        # the quorum now, the step would wait for it.
+        # Not `ahead`, which would let a newcomer join the quorum in the middle of this step. If the
+        # newcomer had the same state, the step would wait for it, although it has no gradients.
         if not self.quorum_requested:
             self.request_quorum()
         self._exchange.launch_for_backward(self._position.newest_step)
@@ -340,10 +372,11 @@ class Rounds:
         contribution completes the round.
         """
         self.request_quorum()
-        if self._compares_changes(contribution):
+        if self._compares_before_sum(contribution):
             self.compute_digest()
         self._donor.end_offer()
-        report = self._report(contribution, GradientUse.GIVE, math.inf)
+        never_idle = math.inf
+        report = self._build_report(contribution, GradientUse.GIVE, never_idle)
         self._exchange.launch_with_facts(self._position.newest_step, report)
 
     def launch_without_gradients(self) -> None:
@@ -363,11 +396,12 @@ class Rounds:
     ) -> Round | Broken:
         """Make one round.
 
-        1. Wait for the quorum, and request it first if necessary.
-        2. Take the digest of the state, if this round compares digests.
-        3. Make the exchange, or complete it if it is launched already.
-        4. Vote within the group on the exchange.
-        5. Update the position. Copy the state for a joiner that fetches it from this group, and
+        1. Request the quorum, unless it is requested already.
+        2. Take the digest of the state, if the groups compare digests in this round.
+        3. Wait for the quorum. Take the digest now if the quorum has joiners.
+        4. Make the exchange, or complete it if it is launched already.
+        5. Vote within the group on the exchange.
+        6. Update the position. Copy the state for a joiner that fetches it from this group, and
            offer it, or withdraw the offer.
 
         Args:
@@ -380,32 +414,44 @@ class Rounds:
         with self._watchdog.paused():
             self.request_quorum()
             started = time.monotonic()
-            self._digest_before(contribution, use)
+            self._digest_for_comparison(contribution, use)
             quorum = self._await_quorum()
             gives = use.gives and not contribution.is_empty
-            ends_round = gives and not contribution.unfinished
-            # At the end of a round of several steps there is no digest for joiners. The opening
-            # round after the update takes it: a joiner must not fetch the state before the update.
-            if not (self._strategy.compares_before_sum and ends_round):
+            # After the local steps of a long round, the rows show no digest for joiners: a joiner
+            # must not fetch the state that this round's update replaces. The opening round after
+            # the update shows the digest of the new state.
+            has_finished_steps = gives and not contribution.unfinished
+            ends_long_round = self._strategy.compares_before_sum and has_finished_steps
+            if not ends_long_round:
                 self._digest_for_joiners(quorum)
             if not self._exchange.is_launched:
-                may_update = not contribution.unfinished and use is not GradientUse.OPEN
-                newest_step = None
-                if gives:
-                    newest_step = self._position.newest_step
-                self._exchange.launch(newest_step, may_update=may_update)
-            exchanged = self._finish_exchange(self._report(contribution, use, started))
+                self._launch(contribution, use, gives)
+            outcome = self._finish_exchange(self._build_report(contribution, use, started))
             if use is GradientUse.OPEN:
-                # In an opening round this group has no part of its own: it was ready when it asked.
+                # This group computes nothing for an opening round. So it was ready when it
+                # requested the quorum.
                 self.waits.start_wait(quorum.requested_at)
             else:
                 self.waits.start_wait(started)
-            if not self._vote(exchanged.made):
-                reason = exchanged.error or "broke on another rank of this group"
-                return self._record_broken(reason, exchanged.gave_nonfinite, started, quorum)
-        assert exchanged.made is not None, "the vote passed with this rank's no"
-        self._record_success(exchanged.made)
-        return exchanged.made
+            if not self._vote(outcome.made):
+                reason = outcome.error or "broke on another rank of this group"
+                return self._record_broken(reason, outcome.gave_nonfinite, started, quorum)
+        assert outcome.made is not None, "the vote passed with this rank's no"
+        self._record_success(outcome.made)
+        return outcome.made
+
+    def _launch(self, contribution: Contribution, use: GradientUse, gives: bool) -> None:
+        """Launch an exchange that neither `arm` nor `launch_without_gradients` has launched.
+
+        Args:
+            gives: this group's gradients go into the sums.
+        """
+        # If all groups know that this round is no update, the exchange sums nothing.
+        may_update = not contribution.unfinished and use is not GradientUse.OPEN
+        newest_step = None  # no gradients
+        if gives:
+            newest_step = self._position.newest_step
+        self._exchange.launch(newest_step, may_update=may_update)
 
     def _record_success(self, made: Round) -> None:
         """Update everything that depends on rounds after a round that worked."""
@@ -429,21 +475,21 @@ class Rounds:
         self._donor.copy_after_round(made, self._position, is_update=is_update(made, self._config))
         self._offer_after(made)
 
-    def _finish_exchange(self, report: RoundReport) -> _Exchanged:
+    def _finish_exchange(self, report: RoundReport) -> _ExchangeOutcome:
         """Complete the exchange, and judge its rows."""
         try:
             reduced = self._exchange.finish(report)
         except ExchangeError as error:
-            return _Exchanged(None, str(error))
+            return _ExchangeOutcome(None, str(error))
         made = _decode_round(reduced)
         gave_nonfinite = reduced.nonfinite[reduced.quorum.rank]
-        # With the sum, one NaN of one group would reach all groups. All members read the same rows,
-        # so all of them vote no.
+        # A NaN of one group is in the sum of all groups, so the sum must not be used. All members
+        # read the same rows, so all of them vote no.
         slots = find_sum_spoilers(made.rows)
         if slots:
             reason = f"the gradients of groups {slots} are not finite"
-            return _Exchanged(None, reason, gave_nonfinite)
-        return _Exchanged(made, gave_nonfinite=gave_nonfinite)
+            return _ExchangeOutcome(None, reason, gave_nonfinite)
+        return _ExchangeOutcome(made, gave_nonfinite=gave_nonfinite)
 
     def _vote(self, made: Round | None) -> bool:
         """Return True if the round worked on all ranks of this group.
@@ -492,13 +538,14 @@ class Rounds:
             This rank's part of the digest, in hex.
         """
         digest = self._state.digest()
-        parts = self._group.gather(fold48(digest))
-        self._position.set_digest(fold48(str(parts)))
+        # The digest of the group is a hash of the hashes of its ranks. A row carries 48 bits.
+        hashes_of_ranks = self._group.gather(fold48(digest))
+        self._position.set_digest(fold48(str(hashes_of_ranks)))
         return digest
 
-    def _digest_before(self, contribution: Contribution, use: GradientUse) -> None:
-        """Take the digest if the groups compare their bytes in this round."""
-        if self._compares_changes(contribution) and not self._exchange.is_launched:
+    def _digest_for_comparison(self, contribution: Contribution, use: GradientUse) -> None:
+        """Take the digest if the groups compare their states in this round."""
+        if self._compares_before_sum(contribution) and not self._exchange.is_launched:
             self.compute_digest()
             return
         # If all groups show the same digest in an opening round, they may offer the state until the
@@ -507,15 +554,17 @@ class Rounds:
         if opens and self._config.digest_every and not self._position.digest:
             self.compute_digest()
 
-    def _compares_changes(self, contribution: Contribution) -> bool:
-        """Return True if the groups compare their bytes in this round, before they use its sum.
+    def _compares_before_sum(self, contribution: Contribution) -> bool:
+        """Return True if the groups compare their states in this round, before they use its sum.
 
-        They do so at the end of a round of several steps. A group that has nothing to give there
-        shows its digest as well: its vote may make the majority.
+        They do so in the exchange after the local steps of a long round. A group that has made no
+        local step, and has nothing to give, shows its digest as well: its vote may make the
+        majority.
         """
-        at_end = not contribution.is_empty or contribution.unfinished
-        compares = self._strategy.compares_before_sum and self._config.digest_every > 0
-        return compares and at_end
+        if not self._strategy.compares_before_sum or not self._config.digest_every:
+            return False
+        # A contribution is unfinished if the group exchanges before the end of its local steps.
+        return contribution.unfinished or not contribution.is_empty
 
     def _digest_for_joiners(self, quorum: Quorum) -> None:
         """Take the digest if a joiner may fetch the state: the round confirms the fetched bytes."""
@@ -526,7 +575,7 @@ class Rounds:
         if has_askers or has_newcomers:
             self.compute_digest()
 
-    def _report(
+    def _build_report(
         self,
         contribution: Contribution,
         use: GradientUse,
@@ -535,7 +584,8 @@ class Rounds:
         """Return this group's report to the next round. It is valid until the position changes.
 
         Args:
-            idle_since: see `RoundReport`.
+            idle_since: since when this rank has only waited for others, in seconds of its clock;
+                infinite if it trains while the exchange is under way.
         """
         position = self._position
         facts = Row(
@@ -552,6 +602,7 @@ class Rounds:
             saved_step=position.saved_step,
             training=position.training,
         )
+        # If this group heals: why the others wait for it.
         joining_reason = Why.CATCHING_UP
         if position.others_wait:
             joining_reason = Why.ASKED
@@ -562,6 +613,8 @@ class Rounds:
             position.newest_step,
             idle_since,
             joining_reason,
+            # The exchange's thread reads it after the sums, so that a late leave request is in the
+            # row as well.
             leave=self._drain,
         )
 
@@ -589,12 +642,13 @@ def _decode_round(reduced: ExchangeResult) -> Round:
     rows = []
     for values, nonfinite in zip(reduced.rows, reduced.nonfinite, strict=True):
         rows.append(Row.decode(values, nonfinite))
-    entries = [decode(message) for message in reduced.messages]
-    slots_read = [[entry.slot for entry in own] for own in entries]
+    # A member's message has the ledger entries of the batches that it has trained.
+    entries_of_members = [decode(message) for message in reduced.messages]
+    slots_read = [[entry.slot for entry in entries] for entries in entries_of_members]
     verdict = judge(rows, slots_read)
     # The batches of all ready groups count as trained, and not only those of the contributors: a
     # batch whose labels are all masked has no weight.
     trained = []
     for rank in verdict.ready:
-        trained += entries[rank]
+        trained += entries_of_members[rank]
     return Round(reduced.quorum, rows, verdict, trained, reduced.sums)

@@ -1,10 +1,25 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rounds of several steps: LocalSGD, DiLoCo and Streaming DiLoCo.
+"""Long rounds of local steps, with one exchange each: LocalSGD, DiLoCo and Streaming DiLoCo.
 
-A group makes `sync_steps` local steps by itself. Then the groups exchange how far each of them has
-moved. torchtitan's `step` counts the local steps of a group, as its LR schedule, logs and
-checkpoints do. `Position.step` counts rounds, which are the updates of the outer model.
+One round of a group, as the trainer makes it:
+
+1. `start_update`. The model's weights are the *anchors*, the weights on which all groups agree.
+2. `train` makes `sync_steps` *local steps* with torchtitan's own optimizer. Then it gives the
+   group's *change* to the exchange: the anchors minus the weights.
+3. The exchange sums the changes of all groups. `apply` lets the *outer optimizer* update the
+   anchors by the mean change, and the model continues from the anchors. This is the round's update.
+4. `meet_after_update`: the groups meet in opening rounds, for groups that missed the update.
+
+With Streaming DiLoCo, the model is cut into *fragments*. A round exchanges one fragment, and the
+other fragments keep the local steps in their weights. With `fragment_sync_delay`, the group makes
+local steps *ahead*, for the next round, while the exchange is under way.
+
+A broken exchange is made again with the same change, and no local step is lost. A group that loads
+a donor's state loses the local steps since its last update, and trains their batches again.
+
+torchtitan's `step` counts the local steps of a group, as its LR schedule, logs and checkpoints do.
+`Position.step` counts rounds.
 
 See docs/semi_sync.md.
 """
@@ -12,7 +27,9 @@ See docs/semi_sync.md.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +41,7 @@ from torch import nn
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance
 from titan_ft.engine import fragments
-from titan_ft.engine.drain import OWN_SHARE, WAITING_SHARE
+from titan_ft.engine.drain import STEPS_SHARE, WAITING_SHARE
 from titan_ft.engine.feed import Reading, merge
 from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
 from titan_ft.engine.round import Sign
@@ -40,18 +57,31 @@ from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes
 logger = logging.getLogger(__name__)
 
 
+class _StepsEnd(enum.Enum):
+    """Why a group makes no more local steps before the exchange of a round."""
+
+    ALL_MADE = enum.auto()
+    # `sync_deadline_seconds` passed. The round counts as finished, even if steps are left.
+    OVERDUE = enum.auto()
+    # The data is finite and at its end. The round counts as finished.
+    DATA_ENDED = enum.auto()
+    # The others are ready, or this group leaves, and steps are left. If no other group has finished
+    # its steps either, this group makes the remaining ones after the exchange.
+    BROKEN_OFF = enum.auto()
+
+
 @dataclass
 class RoundWork(Work):
     """This rank's work on one round.
 
     Attributes:
-        made: contribution of the local steps.
-        overdue: `sync_deadline_seconds` passed: the round is exchanged unfinished.
+        contribution: of the local steps so far.
+        overdue: `sync_deadline_seconds` have passed in this round on a rank of the group.
         previous: the work on the round before, until that round is committed. Its batches come
             first.
     """
 
-    made: Contribution = NOTHING
+    contribution: Contribution = NOTHING
     overdue: bool = False
     previous: Work | None = None
 
@@ -66,12 +96,13 @@ class RoundWork(Work):
 class RoundStrategy(StepStrategy):
     """Makes one update from a round of local steps: the mean change of the groups' weights.
 
-    The exchange sums the changes of the groups' weights, and the outer optimizer applies their mean
-    to the outer model. After a broken exchange the local steps remain, and the same changes are
-    sent again.
-
     The trainer calls all methods on the training thread. Only `find_uncommitted` may run on any
-    thread.
+    thread. The arguments are those of `StepStrategy`.
+
+    Attributes:
+        outer: the anchors and their optimizer.
+        state: the state that this group serves to joiners, and loads when it heals.
+        work: this rank's work on the round under way.
 
     Raises:
         ConfigError: the model cannot be trained this way. The message names the field to change.
@@ -88,17 +119,17 @@ class RoundStrategy(StepStrategy):
         self._trained_tokens = [0] * num_fragments(config)
         # For each fragment in the exchange under way, the tokens of its change.
         self._given_tokens: dict[int, int] = {}
-        # The others are at the end of a round that this group has not begun. So it makes no steps
-        # before the exchange.
+        # The others have made the local steps of a round that this group has not begun. So it makes
+        # no steps before the exchange.
         self._exchanges_at_once = False
-        # The work on a round that is in no update yet. Its steps are in this group's weights.
-        self._under_way: RoundWork | None = None
-        # The work on the next round, made while the exchange of this round is under way.
-        self._ahead: RoundWork | None = None
+        # The work on a round whose local steps are in this group's weights, and in no update yet.
+        self._uncommitted_work: RoundWork | None = None
+        # The local steps that were made ahead, for the next round.
+        self._work_ahead: RoundWork | None = None
         self._break_off_reason = ""  # why this group leaves during its round
         super().__init__(config, *args, **kwargs)
-        self.work = RoundWork(0, lr=0.0)
-        _warn_of_useless_bits(config)
+        self.work = RoundWork(0, lr=0.0)  # until the first `start_update`
+        _warn_if_quantizing_sends_more(config)
 
     # The groups' common state
 
@@ -173,10 +204,10 @@ class RoundStrategy(StepStrategy):
         return placed
 
     def _check_dtypes(self) -> None:
-        """Refuse weights that are not fp32. They could not hold the state on which the groups
-        agree.
+        """Refuse weights that are not fp32.
 
-        A checkpoint has the model's weights and no anchors.
+        The anchors are fp32, and a checkpoint saves them as the model's weights. Weights of another
+        dtype would round them.
 
         Raises:
             ConfigError: names the field.
@@ -195,13 +226,15 @@ class RoundStrategy(StepStrategy):
         self._drop_nonfinite_moments()
         self.outer.restore_model()
         self._forget_work()
+        # Converters keep values that depend on the weights, such as the scales of float8.
         self._training.refresh_converters()
 
     def _drop_nonfinite_moments(self) -> None:
         """Reset the moments on all ranks if those of one rank are not finite. A collective.
 
-        With such moments the job could not go on. The moments of all ranks fit together, so none is
-        kept.
+        The moments are those of torchtitan's own optimizer. A step with such moments would make the
+        weights not finite. All ranks reset theirs, because the moments of one group must come from
+        the same steps.
         """
         if any(self._group.gather(self.state.has_nonfinite_moments)):
             self.state.drop_moments()
@@ -216,8 +249,8 @@ class RoundStrategy(StepStrategy):
         """Forget the local steps: the weights that they were made on are gone."""
         self._trained_tokens = [0] * len(self._trained_tokens)
         self._given_tokens = {}
-        self._under_way = None
-        self._ahead = None
+        self._uncommitted_work = None
+        self._work_ahead = None
 
     def agreed_parameters(self) -> dict[str, torch.Tensor]:
         """Return the anchors, by the names of their parameters."""
@@ -231,13 +264,15 @@ class RoundStrategy(StepStrategy):
     def lend_agreed_weights(self) -> Iterator[None]:
         """Give the model the anchors inside the context, if its own weights differ from them."""
         config = self._config
-        is_whole = len(self._trained_tokens) == 1
-        if is_whole and not config.fragment_sync_delay and not config.fragment_update_alpha:
+        has_one_fragment = len(self._trained_tokens) == 1
+        keeps_own_weights = config.fragment_sync_delay or config.fragment_update_alpha
+        if has_one_fragment and not keeps_own_weights:
             yield  # between two rounds, the model has the anchors' weights
             return
         with self.outer.lend_to_model():
             self._training.refresh_converters()
             yield
+            # A background save may still copy the weights, which change after this context.
             self._training.await_staging()
         self._training.refresh_converters()
 
@@ -260,7 +295,7 @@ class RoundStrategy(StepStrategy):
 
     def updates_of(self, step: int) -> int:
         """Return the round of a step."""
-        return -(-step // self._steps_per_round)
+        return math.ceil(step / self._steps_per_round)
 
     def pauses_after(self, update: int) -> bool:
         """Return True: the groups are at the same point only at the end of a round."""
@@ -279,11 +314,13 @@ class RoundStrategy(StepStrategy):
     # A round
 
     def start_update(self) -> RoundWork:
-        """Start a round, or continue with the local steps of it that are made already."""
-        ahead = self._ahead
-        self._ahead = None
-        self.work = ahead or RoundWork(self._training.step, lr=self._training.lr)
-        self._under_way = self.work
+        """Start a round, or continue a round of which some local steps were made ahead."""
+        if self._work_ahead is not None:
+            self.work = self._work_ahead
+            self._work_ahead = None
+        else:
+            self.work = RoundWork(self._training.step, lr=self._training.lr)
+        self._uncommitted_work = self.work
         return self.work
 
     def train(
@@ -293,63 +330,65 @@ class RoundStrategy(StepStrategy):
     ) -> Contribution:
         """Make the remaining local steps of a round, and give their change to the exchange.
 
-        A group that has requested the quorum early makes as many steps as it can until the others
-        are there.
+        The group stops before the last step if it has requested the quorum already, and the others
+        are ready.
+
+        Args:
+            arm: not called: the exchange begins after the last local step, and not in a backward.
         """
         update, work = self._position.step + 1, self.work
         if self._exchanges_at_once:
             self._exchanges_at_once = False
             self._give_changes(update)
-            # Steps that were made ahead are in the change, and their tokens in its weight. So their
-            # batches are in the update, too.
+            # The change includes the steps that were made ahead, and their tokens are in its
+            # weight. So the contribution must have their batches: they would be trained twice.
             return replace(
-                self._describe_work(),
+                self._build_contribution(),
                 unfinished=True,
                 has_earlier_changes=any(self._trained_tokens),
             )
-        is_finished, data_ended = self._make_steps(update, slots)
+        end = self._make_steps(update, slots)
         self._give_changes(update)
-        gives_earlier = work.inner_steps == 0 and any(self._trained_tokens)
-        made = replace(
-            self._describe_work(),
-            unfinished=not is_finished,
-            has_earlier_changes=gives_earlier,
+        # Fragments that were not exchanged in earlier rounds have a change from those rounds.
+        has_only_earlier_changes = work.inner_steps == 0 and any(self._trained_tokens)
+        contribution = replace(
+            self._build_contribution(),
+            unfinished=end is _StepsEnd.BROKEN_OFF,
+            has_earlier_changes=has_only_earlier_changes,
         )
-        if is_finished and not data_ended:
-            self._make_steps_ahead(update, made, slots)
-        return made
+        if end in (_StepsEnd.ALL_MADE, _StepsEnd.OVERDUE):
+            self._make_steps_ahead(update, contribution, slots)
+        return contribution
 
-    def _make_steps(self, update: int, slots: Sequence[int]) -> tuple[bool, bool]:
-        """Make the local steps of the round, until it ends or must be exchanged unfinished.
-
-        Returns:
-            True if the round is finished, and True if the data ended in it.
-        """
+    def _make_steps(self, update: int, slots: Sequence[int]) -> _StepsEnd:
+        """Make the local steps of the round, until it is finished or must be broken off."""
         work = self.work
         last = self.steps_of(update)
         first = work.first_step + work.inner_steps
-        has_requested = self._replica.quorum_requested
-        # A donor's LR schedule may be that of the end of a round.
+        has_requested_quorum = self._replica.quorum_requested
+        # After a heal, the LR schedule may be at the end of the donor's round.
         set_lr(self._training.lr_schedulers, first - 1)
         for step in range(first, last + 1):
             signs = self._replica.gather_signs(overdue=self._is_overdue)
-            if has_requested and Sign.OTHERS_WAIT in signs:
+            if has_requested_quorum and Sign.OTHERS_WAIT in signs:
                 break
             if Sign.STATE_WANTED in signs:
                 self._replica.serve_joiner()
             if Sign.OVERDUE in signs:
                 work.overdue = True
-                has_requested = True
+                has_requested_quorum = True
                 self._replica.request_quorum()
+            # Leave only after a first step: its duration shows how many more there is time for.
+            if Sign.LEAVE_REQUESTED in signs and work.inner_steps:
+                steps_until_request = last + 1 - step
+                if has_requested_quorum:
+                    steps_until_request = 0
+                if self._must_exchange_before_leaving(steps_until_request):
+                    break
             if work.inner_steps:
-                if Sign.LEAVE_REQUESTED in signs:
-                    remaining = last + 1 - step
-                    if has_requested:
-                        remaining = 0
-                    if self._meets_to_leave(remaining):
-                        break
+                # Before the first step, torchtitan's own loop collects.
                 self._training.collect_garbage(step)
-            if step == last and not has_requested:
+            if step == last and not has_requested_quorum:
                 # Now, so that the others need not wait for the quorum after the step.
                 self._replica.request_quorum()
             try:
@@ -357,19 +396,22 @@ class RoundStrategy(StepStrategy):
             except self._training.data_ended:
                 if not work.inner_steps:
                     raise
-                # The round ends here. The next one finds no data, and training ends.
-                return True, True
-        made_all = work.first_step + work.inner_steps > last
-        return work.overdue or made_all, False
+                # The next round finds no data at its first step. The error then ends training.
+                return _StepsEnd.DATA_ENDED
+        if work.overdue:
+            return _StepsEnd.OVERDUE
+        if work.first_step + work.inner_steps > last:
+            return _StepsEnd.ALL_MADE
+        return _StepsEnd.BROKEN_OFF
 
-    def _describe_work(self) -> Contribution:
+    def _build_contribution(self) -> Contribution:
         """Return the contribution of the local steps of the round under way."""
         work = self.work
         return replace(
-            work.made,
+            work.contribution,
             entries=tuple(reading.entry for reading in work.readings),
             # Seconds for one step: a group that has made fewer steps is not the faster one.
-            seconds=work.made.seconds / max(work.inner_steps, 1),
+            seconds=work.contribution.seconds / max(work.inner_steps, 1),
         )
 
     def _give_changes(self, update: int) -> None:
@@ -391,19 +433,29 @@ class RoundStrategy(StepStrategy):
             return False
         return self.work.compute_seconds >= limit
 
-    def _make_steps_ahead(self, update: int, made: Contribution, slots: Sequence[int]) -> None:
-        """Make `fragment_sync_delay` steps of the next round while the exchange is under way."""
+    def _make_steps_ahead(
+        self,
+        update: int,
+        contribution: Contribution,
+        slots: Sequence[int],
+    ) -> None:
+        """Make `fragment_sync_delay` steps of the next round while the exchange is under way.
+
+        Args:
+            update: the round that is exchanged.
+            contribution: this group's contribution to it.
+        """
         delay = self._config.fragment_sync_delay
         first = self.steps_of(update) + 1
         last = min(first + delay - 1, self.steps_of(update + 1))
         if not delay or last < first:
             return
-        self._replica.launch_with(made)
+        self._replica.launch_with(contribution)
         work = self.work
         ahead = RoundWork(first, lr=self._training.lr, previous=work)
-        self._ahead = ahead
+        self._work_ahead = ahead
         self.work = ahead
-        # The next round meets the end of the data once more.
+        # At the end of the data, stop here. The next round gets the same error again.
         with contextlib.suppress(self._training.data_ended):
             for step in range(first, last + 1):
                 signs = self._replica.gather_signs()
@@ -422,8 +474,10 @@ class RoundStrategy(StepStrategy):
         """Make one step of this group by itself, as torchtitan would."""
         training, work = self._training, self.work
         training.step = step
-        # `compute` records its own step in `work`. A round adds up the steps instead.
-        num_steps, seconds = work.inner_steps, work.compute_seconds
+        # `compute` overwrites these two by the values of its one step. They are to be sums over the
+        # round.
+        num_steps_before = work.inner_steps
+        seconds_before = work.compute_seconds
         started = time.monotonic()
         training.clear_gradients()
         contribution = training.compute(work, slots, lambda: None)
@@ -440,10 +494,10 @@ class RoundStrategy(StepStrategy):
         self._trained_tokens = [
             tokens + contribution.valid_tokens for tokens in self._trained_tokens
         ]
-        work.made = work.made.plus(contribution)
-        work.inner_steps = num_steps + 1
+        work.contribution = work.contribution.plus(contribution)
+        work.inner_steps = num_steps_before + 1
         work.readings = merge(work.readings)
-        work.compute_seconds = seconds + time.monotonic() - started
+        work.compute_seconds = seconds_before + time.monotonic() - started
 
     def _scale_gradients(self, scale: float) -> None:
         for part in self._training.model_parts:
@@ -457,104 +511,112 @@ class RoundStrategy(StepStrategy):
         update.sums.write()
         training.await_staging()
         is_last = self.steps_of(update.step) == training.num_steps
-        # Without steps of this round, as in a replay, the model has the former anchors' weights,
-        # and must not keep a share of them.
+        # `alpha` is the share of the group's own weights that the model keeps. Without local steps
+        # in this update, as in a replay, the model has the weights of the former anchors, and must
+        # keep none of them. After the job's last update, all groups must have the same weights.
         has_own_steps = any(self._given_tokens.values())
         alpha = 0.0
         if has_own_steps and not is_last:
             alpha = self._config.fragment_update_alpha
         squares = self.outer.step(alpha)
-        self._under_way = None
+        self._uncommitted_work = None
         for fragment, tokens in self._given_tokens.items():
             self._trained_tokens[fragment] -= tokens
         self._given_tokens = {}
-        if self._ahead is not None:
-            self._ahead.previous = None
+        if self._work_ahead is not None:
+            self._work_ahead.previous = None
         training.refresh_converters()
         training.step = self.steps_of(update.step)
-        # The LR of the round's last step, even if this group has made fewer steps.
+        # The LR of the round's last step is logged, even if this group has made fewer steps.
         set_lr(training.lr_schedulers, training.step - 1)
-        if not update.sums.is_copy:
+        is_replay = update.sums.is_copy
+        if not is_replay:
             self.work.lr = training.lr
         set_lr(training.lr_schedulers, training.step)
-        return partial(float, join_norm(squares, self._group.gather))
+        norm = join_norm(squares, self._group.gather)
+        return lambda: norm
 
     def meet_after_update(self) -> bool:
-        """Open the next round with the others; return True if this group must heal first.
+        """Meet the others in opening rounds; return True if this group must heal first.
 
         A group whose change was not finite must heal: the moments of its optimizer are not finite
         either.
         """
-        if self._is_over:
+        if self._job_is_over:
             return False
         if self._position.exclusions:
             logger.warning(
                 "this group's change was not finite: it begins the next round with a peer's state",
             )
-            # The model needs the anchors if every peer is gone by then.
+            # If every peer is gone during the heal, this group goes on from its own anchors.
             self.state.restore()
             return True
-        return self._open_round()
+        return self._meet_in_opening_rounds()
 
     def resume_after_heal(self) -> bool:
         """Take up the local steps after a heal; return True if this group must heal once more.
 
-        After a roll-back the group has its own state, and the update that it missed is lost with
-        its holders. So the local steps of its round are in no update, and it gives them once more.
-        If it has made steps of the next round on top of them, it drops the steps of both rounds,
-        and trains both again.
+        If the heal has loaded a donor's state, the local steps are forgotten already. After a
+        roll-back, the group has its own state, and the update that it missed is lost with its
+        holders. So the local steps of its round are in no update, and the group gives their change
+        again in the next exchange. If the group has made steps ahead on top of them, it drops the
+        steps of both rounds, and trains both again.
         """
-        if self._under_way is not None:
-            if self._ahead is None:
-                self._ahead = self._under_way
+        is_rolled_back = self._uncommitted_work is not None
+        if is_rolled_back:
+            if self._work_ahead is None:
+                # `start_update` takes this work up.
+                self._work_ahead = self._uncommitted_work
             else:
                 self.state.restore()
-        if not self._replica.others_make_opening_rounds or self._is_over:
+        if not self._replica.others_make_opening_rounds or self._job_is_over:
             return False
-        return self._open_round()
+        return self._meet_in_opening_rounds()
 
     @property
-    def _is_over(self) -> bool:
+    def _job_is_over(self) -> bool:
         """True if the last update has the job's last step."""
         return self._training.step >= self._training.num_steps
 
-    def _open_round(self) -> bool:
-        """Meet the others before the first step of a round; return True if this group must heal."""
-        opening = self._replica.make_opening_rounds()
-        self._exchanges_at_once = opening is AfterOpening.EXCHANGE_AT_ONCE
-        return opening is AfterOpening.HEAL
+    def _meet_in_opening_rounds(self) -> bool:
+        """Make the opening rounds; return True if this group must heal."""
+        action = self._replica.make_opening_rounds()
+        self._exchanges_at_once = action is AfterOpening.EXCHANGE_AT_ONCE
+        return action is AfterOpening.HEAL
 
     # Leaving during a round
 
-    def _meets_to_leave(self, remaining: int) -> bool:
+    def _must_exchange_before_leaving(self, steps_until_request: int) -> bool:
         """Return True if this group, which leaves, must exchange its unfinished round now.
 
-        A collective. The group does so if it has no time for the rest of the round. If all groups
-        leave during their rounds, they must know of each other, so that one of them saves the
-        state. So they meet in an exchange. A group that meets others there gives the steps that it
-        has made by then.
+        A collective. The group does so if it has no time for the remaining steps, and if its state
+        is not saved. If all groups leave during their rounds, they must know of each other, so that
+        one of them saves the state. So they meet in an exchange, and each group gives the steps
+        that it has made by then.
 
         Args:
-            remaining: steps until this group requests the quorum; 0 = it has requested it.
+            steps_until_request: steps until this group requests the quorum; 0 = it has requested
+                the quorum.
 
         Raises:
-            Leaving: the others do not come. The batches of the round are void, and are trained when
-                the group is back.
+            Leaving: the others do not come, or the state is saved. The batches of the round are
+                void, and are trained when the group is back.
         """
         step_seconds = self.work.compute_seconds / self.work.inner_steps
-        if remaining:
-            lacks_time = self._replica.lacks_time(step_seconds * remaining, OWN_SHARE)
+        if steps_until_request:
+            seconds = step_seconds * steps_until_request
+            lacks_time = self._replica.lacks_time(seconds, STEPS_SHARE)
         else:
-            # The quorum is requested: one more step is made only while the others are not there.
+            # The group makes one step after the other until the others are ready.
             lacks_time = self._replica.lacks_time(step_seconds, WAITING_SHARE)
         if not lacks_time:
             return False
-        if remaining:
-            left = f"{remaining} steps of the round were left"
+        if steps_until_request:
+            left = f"{steps_until_request} steps of the round were left"
             self._break_off_reason = f"{left}, too many for drain_timeout_seconds"
-            # No further steps: the time is for the others, and for the save.
-            is_over = partial(self._replica.lacks_time, 0.0, OWN_SHARE)
-            if self._training.lacks_state() and self._replica.await_others(is_over):
+            # Make no more steps: the remaining time is for the others, and for the save.
+            is_too_late = partial(self._replica.lacks_time, 0.0, STEPS_SHARE)
+            if self._training.lacks_state() and self._replica.await_others(is_too_late):
                 return True
         self._position.mark_leaving()
         raise Leaving
@@ -569,10 +631,10 @@ class RoundStrategy(StepStrategy):
     def describe_departure(self) -> Departure:
         """Return how this group leaves, with the batches that are in no update."""
         ahead: list[Reading] = []
-        if self._ahead is not None:
-            ahead = merge(self._ahead.readings)
-        is_committed = self.work.seconds > 0
-        if is_committed:
+        if self._work_ahead is not None:
+            ahead = merge(self._work_ahead.readings)
+        is_round_committed = self.work.seconds > 0
+        if is_round_committed:
             return Departure("SIGTERM", in_order=True, void=ahead)
         void = merge([*self.work.readings, *ahead])
         if not void:
@@ -588,13 +650,14 @@ class RoundStrategy(StepStrategy):
         The training thread goes on meanwhile, and may have just committed a round.
         """
         readings: list[Reading] = []
-        for work in (self._under_way, self._ahead):
+        for work in (self._uncommitted_work, self._work_ahead):
             if work is not None and self.updates_of(work.first_step) > self._position.step:
                 readings += work.readings
         return merge(readings)
 
 
-def _warn_of_useless_bits(config: FaultTolerance) -> None:
+def _warn_if_quantizing_sends_more(config: FaultTolerance) -> None:
+    """Warn if changes in 8 bits take more bytes than in fp32: each group gets those of all."""
     if quantizes(config) and config.group_size >= 8:
         logger.warning(
             f"{TABLE}.should_quantize should be false with {TABLE}.group_size >= 8, got "

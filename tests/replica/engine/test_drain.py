@@ -133,7 +133,7 @@ def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
         made.request()
     now += after
     assert made.is_urgent is urgent
-    assert made.spent == pytest.approx(after / 100.0 if told else 0.0)
+    assert made.spent_share == pytest.approx(after / 100.0 if told else 0.0)
     assert made.seconds_left == pytest.approx(100.0 - after if told else 100.0)
     now += 1000.0
     assert made.seconds_left == (0.0 if told else 100.0)
@@ -169,25 +169,25 @@ def waiting(trees: Trees, monkeypatch: pytest.MonkeyPatch) -> Waiting:
 def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(waiting: Waiting) -> None:
     """One rank is not enough: a sibling may have its answer, and be in the exchange already."""
     first, second = waiting.first, waiting.second
-    assert not first.stops_waiting(False)
+    assert not first.agree_to_stop_waiting(False)
     waiting.hurry(first, second)
-    assert not first.stops_waiting(False)  # the other rank has not said it yet
+    assert not first.agree_to_stop_waiting(False)  # the other rank has not said it yet
     waiting.hear()
-    assert second.stops_waiting(False)
+    assert second.agree_to_stop_waiting(False)
     waiting.hear()
-    assert first.stops_waiting(False)
+    assert first.agree_to_stop_waiting(False)
 
 
 def test_a_rank_without_a_request_follows_its_sibling(waiting: Waiting) -> None:
     """A signal may reach one rank alone."""
     first, second = waiting.first, waiting.second
-    assert not second.stops_waiting(False)
+    assert not second.agree_to_stop_waiting(False)
     waiting.hurry(first)
-    assert not first.stops_waiting(False)
+    assert not first.agree_to_stop_waiting(False)
     waiting.hear()
-    assert second.stops_waiting(False)
+    assert second.agree_to_stop_waiting(False)
     waiting.hear()
-    assert first.stops_waiting(False)
+    assert first.agree_to_stop_waiting(False)
 
 
 def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -> None:
@@ -197,11 +197,11 @@ def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -
     """
     first, second = waiting.first, waiting.second
     waiting.hurry(first, second)
-    assert not first.stops_waiting(False)
+    assert not first.agree_to_stop_waiting(False)
     waiting.hear()
-    assert not second.stops_waiting(True)
-    assert not first.stops_waiting(False)
-    assert not first.stops_waiting(True)
+    assert not second.agree_to_stop_waiting(True)
+    assert not first.agree_to_stop_waiting(False)
+    assert not first.agree_to_stop_waiting(True)
 
 
 @pytest.mark.parametrize("answer_first", [False, True])
@@ -214,15 +214,15 @@ def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(
     """
     first, second = waiting.first, waiting.second
     waiting.hurry(first, second)
-    assert not first.stops_waiting(False)
+    assert not first.agree_to_stop_waiting(False)
     waiting.hear()
     if answer_first:
-        assert not first.stops_waiting(True)
-        assert not second.stops_waiting(False)
-        assert not second.stops_waiting(True)
+        assert not first.agree_to_stop_waiting(True)
+        assert not second.agree_to_stop_waiting(False)
+        assert not second.agree_to_stop_waiting(True)
     else:
-        assert second.stops_waiting(False)
-        assert first.stops_waiting(True)
+        assert second.agree_to_stop_waiting(False)
+        assert first.agree_to_stop_waiting(True)
 
 
 def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
@@ -232,18 +232,18 @@ def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
     """
     first, second = waiting.first, waiting.second
     waiting.hurry(first, second)
-    assert not first.stops_waiting(False)
-    assert not first.stops_waiting(True)
-    assert not second.stops_waiting(True)
+    assert not first.agree_to_stop_waiting(False)
+    assert not first.agree_to_stop_waiting(True)
+    assert not second.agree_to_stop_waiting(True)
     for rank in (first, second):
         rank.before_vote(lambda: False)
     waiting.hear()
     assert not any(rank.after_vote() for rank in (first, second))
-    assert not first.stops_waiting(False)
+    assert not first.agree_to_stop_waiting(False)
     waiting.hear()
-    assert second.stops_waiting(False)
+    assert second.agree_to_stop_waiting(False)
     waiting.hear()
-    assert first.stops_waiting(False)
+    assert first.agree_to_stop_waiting(False)
 
 
 def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(
@@ -264,10 +264,10 @@ def test_a_group_of_one_rank_decides_by_itself(
 ) -> None:
     """No sibling must agree. An answer after "hurry" finds the decision settled."""
     rank = build(trees.connect())
-    assert not rank.stops_waiting(False)
+    assert not rank.agree_to_stop_waiting(False)
     monkeypatch.setattr(Drain, "is_urgent", True)
-    assert rank.stops_waiting(False)
-    assert rank.stops_waiting(True)
+    assert rank.agree_to_stop_waiting(False)
+    assert rank.agree_to_stop_waiting(True)
 
 
 # The agreement

@@ -88,8 +88,8 @@ class Round:
             _trained_tokens=[0]
             * num_fragments(FaultTolerance(semi_sync_method="diloco", **config)),
             _exchanges_at_once=False,
-            _under_way=None,
-            _ahead=None,
+            _uncommitted_work=None,
+            _work_ahead=None,
             _given_tokens={},
             _break_off_reason="",
             _replica=self.replica,
@@ -119,7 +119,7 @@ class Round:
         self.steps.append(step)
         work.inner_steps += 1
         work.readings = [Reading(Entry(0, first, work.inner_steps, b"state"), [], "0")]
-        work.made = work.made.plus(Contribution(TOKENS, TOKENS, seconds=0.5))
+        work.contribution = work.contribution.plus(Contribution(TOKENS, TOKENS, seconds=0.5))
         work.compute_seconds += 1.0
         strategy._trained_tokens = [tokens + TOKENS for tokens in strategy._trained_tokens]
 
@@ -212,9 +212,9 @@ def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(
     this = Round(monkeypatch, fragment_sync_delay=2)
     this.train()
     strategy = this.strategy
-    assert strategy._ahead is not None
+    assert strategy._work_ahead is not None
     # Commit the round.
-    strategy._ahead.previous, strategy._trained_tokens, strategy._given_tokens = (
+    strategy._work_ahead.previous, strategy._trained_tokens, strategy._given_tokens = (
         None,
         [2 * TOKENS],
         {},
@@ -273,14 +273,14 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
     assert (made.entries[0].num_batches, made.valid_tokens) == (4, 4 * TOKENS)
     assert this.steps == [9, 10, 11, 12, 13, 14]
     strategy = this.strategy
-    done, ahead = strategy.work, strategy._ahead
+    done, ahead = strategy.work, strategy._work_ahead
     assert ahead is not None
     assert (done.inner_steps, done.overlapped_seconds) == (4, 2.0)
     assert (ahead.inner_steps, ahead.readings[0].entry) == (2, Entry(0, 12, 2, b"state"))
     ahead.previous = None  # the round is committed
     strategy.start_update()
     strategy._position.step = 3
-    assert strategy._ahead is None
+    assert strategy._work_ahead is None
     assert strategy.work is ahead
     more = this.train()
     assert this.steps == [9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
@@ -547,7 +547,7 @@ def test_only_a_group_with_own_steps_keeps_a_share_of_its_weights(
         _steps_per_round=4,
         _trained_tokens=[10],
         _given_tokens=dict(sent),
-        _ahead=None,
+        _work_ahead=None,
         _group=SimpleNamespace(gather=lambda value: [value]),
         _counters=SimpleNamespace(advance=lambda update: counted.append(update.tokens)),
         outer=SimpleNamespace(step=lambda alpha: found.append(alpha) or 0.0),
@@ -603,7 +603,7 @@ def test_a_departure_names_the_batches_that_are_in_no_update(
 
 def leaving(work: RoundWork, ahead: RoundWork | None = None, broken_off: str = "") -> Departure:
     strategy = RoundStrategy.__new__(RoundStrategy)
-    vars(strategy).update(_break_off_reason=broken_off, _ahead=ahead, work=work)
+    vars(strategy).update(_break_off_reason=broken_off, _work_ahead=ahead, work=work)
     return strategy.describe_departure()
 
 
@@ -642,7 +642,10 @@ def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
     ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], previous=work)
     strategy = RoundStrategy.__new__(RoundStrategy)
     vars(strategy).update(
-        _steps_per_round=4, _under_way=work, _ahead=ahead, _position=SimpleNamespace(step=committed)
+        _steps_per_round=4,
+        _uncommitted_work=work,
+        _work_ahead=ahead,
+        _position=SimpleNamespace(step=committed),
     )
     found = [reading.entry for reading in strategy.find_uncommitted()]
     assert [(entry.slot, entry.first_batch, entry.num_batches) for entry in found] == void
@@ -732,7 +735,7 @@ def test_a_group_that_rolls_back_keeps_its_round(
         assert this.changes == [{0: 4 * TOKENS / 100}] * 2
         strategy._forget_work()
         strategy.resume_after_heal()
-        assert strategy._ahead is None  # a load of a state ends it
+        assert strategy._work_ahead is None  # a load of a state ends it
 
 
 @pytest.mark.parametrize(
@@ -747,7 +750,7 @@ def test_useless_quantization_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With many groups, each one would send more in 8 bits than in fp32."""
-    round_strategy._warn_of_useless_bits(
+    round_strategy._warn_if_quantizing_sends_more(
         FaultTolerance(group_size=groups, semi_sync_method="diloco", should_quantize=quantize)
     )
     assert bool(caplog.text) == bool(told)
