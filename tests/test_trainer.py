@@ -151,7 +151,7 @@ class Step:
             _position=SimpleNamespace(leaving=leaving, step=3),
             _group=SimpleNamespace(gather=None),
             setup=SimpleNamespace(ranks_on_host=2),
-            _feed=SimpleNamespace(drop=self.dropped.append),
+            _feed=SimpleNamespace(close_all_but=self.dropped.append),
             job_config=SimpleNamespace(
                 comm=SimpleNamespace(train_timeout_seconds=7),
                 fault_tolerance=SimpleNamespace(

@@ -2,8 +2,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchtitan's Trainer as one rank of a replica group.
 
-torchtitan's own loop runs unchanged. Its `train_step` is replaced: it returns only with a committed
-update. So torchtitan's counters count commits.
+A *replica group* is a torchtitan job that trains one replica of the model. The groups train
+together: in an *exchange* they sum their gradients, and each group applies the same *update*. An
+update is *committed* when the groups have agreed that its exchange worked.
+
+torchtitan's own loop runs unchanged, but `train_step` is replaced: it makes one update.
+
+1. The first call joins the other groups (`_join_job`). A group that comes to a running job heals:
+   it fetches the job's state from another group.
+2. The strategy computes this group's gradients (`StepStrategy.train`). With a semi-synchronous
+   method, it makes a round of local steps instead (`RoundStrategy.train`).
+3. `ReplicaDimension.commit` exchanges them with the other groups until the update is committed.
+4. The strategy applies the update, and the trainer logs it and offers the new state.
+
+`train_step` returns only after an update or a heal. So torchtitan's counters count commits.
 """
 
 from __future__ import annotations
@@ -70,8 +82,9 @@ class ReplicaTrainer(HostTrainer):
 
     torchtitan's own loop calls `train_step` and `should_continue_training`. `titan_ft.train` makes
     the class and calls `train`, on the main thread, which is the training thread. Two methods run
-    on other threads, because the training thread may hang: `_report_hang` on the watchdog's thread,
-    `_report_abandon` on the drain's.
+    on other threads, because the training thread may hang: `_report_hang` on the thread of the
+    watchdog, which ends a hanging process, and `_report_abandon` on a thread of the drain, which
+    ends the process after SIGTERM.
 
     If `train_step` raises, no further step is made: `train` closes the links, so that the other
     groups notice at once, and the process ends. The state after the last commit is then in the
@@ -99,6 +112,8 @@ class ReplicaTrainer(HostTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
         self._events = open_events(job_config, self.setup)
+        # From now on, torchtitan finds the model with this package's additions. `loaders` opens the
+        # data loader of any slot: a group may train the data of a missing group.
         loaders = spec.register(
             job_config.model.name, config, job_config.experimental.custom_import
         )
@@ -126,8 +141,8 @@ class ReplicaTrainer(HostTrainer):
             self._share_validation()
         # The group joins the others when it is ready to train, see `_join_job`.
         self._replica: ReplicaDimension | None = None
-        self._must_heal = False
-        self._has_started = False
+        self._must_heal = False  # the other groups were further when this group joined
+        self._has_started = False  # this group has tried to start its first step, or has healed
         # Monotonic seconds at the end of the last update; None after a heal, and at the start.
         self._update_ended_at: float | None = None
         self._chaos: ChaosAgent | None = None
@@ -156,8 +171,10 @@ class ReplicaTrainer(HostTrainer):
         # The configured batch is that of all groups. torchtitan's Trainer sees one group only.
         if job_config.training.global_batch_size > 0:
             job_config.training.global_batch_size //= job_config.fault_tolerance.group_size
+        # All groups write to the same folder, so curves and traces go to a folder for each group.
         keep_curves(job_config, self.setup.rank)
         keep_traces(job_config, self.setup.attempt)
+        # torchtitan would end this group if it could not write a copy of the config.
         keep_going_without_config_file(job_config)
 
     def _share_validation(self) -> None:
@@ -200,11 +217,14 @@ class ReplicaTrainer(HostTrainer):
         config = self.job_config
         mark = RunPaths(config.job.dump_folder).finished
         # Rank 0 looks for all ranks: two ranks may see different files on a shared file system.
-        step = None
+        not_finished = -1
+        last_of_rank = not_finished
         if self.setup.rank == 0:
             step = finished_step(mark, self.setup.config_digest)
-        last = group.gather(-1 if step is None else step)[0]
-        if last < 0:
+            if step is not None:
+                last_of_rank = step
+        last = group.gather(last_of_rank)[0]
+        if last == not_finished:
             return
         self._events.emit(CameTooLate(step=last))
         # A rank that closed its connections now could break the gather above on a slower rank.
@@ -234,6 +254,7 @@ class ReplicaTrainer(HostTrainer):
         config = self.job_config.fault_tolerance
         model = self.job_config.model
         has_long_rounds = strategy_of(config).has_long_rounds
+        # A model has token counts if it balances the load of its experts.
         if has_long_rounds and spec.token_counts(self.model_parts):
             raise ConfigError(
                 f"{TABLE}.semi_sync_method must be left out for a model that balances the load of "
@@ -271,7 +292,8 @@ class ReplicaTrainer(HostTrainer):
         with contextlib.ExitStack() as stack:
             # The stack calls its last entry first.
             stack.callback(self._strategy.state.close)
-            if "_links" in vars(self):
+            has_joined = "_links" in vars(self)
+            if has_joined:
                 stack.callback(self._links.close)
             if self._chaos is not None:
                 stack.callback(self._chaos.close)
@@ -295,31 +317,34 @@ class ReplicaTrainer(HostTrainer):
     def _leave(self) -> None:
         """Leave the other groups. If no other group holds the job's state, save the state first."""
         assert self._replica is not None, "a group that has met no other one has nothing to leave"
-        last = self._replica.find_last_to_leave()
-        if last is not None and not self.checkpointer.lacks_state():
-            last = None
-        if last is None or not last.agreed:
-            # Groups that train on wait for this group until its heartbeats end, so they end before
-            # anything slow. If all groups leave, this group keeps its heartbeats during the save: a
-            # group that has not healed yet must not begin from an older checkpoint, and the other
-            # groups that leave must see that this group lives.
+        # The groups that hold the job's state and leave now. One of them must save the state.
+        last_groups = self._replica.find_last_to_leave()
+        if last_groups is not None and not self.checkpointer.lacks_state():
+            last_groups = None
+        others_may_stay = last_groups is None or not last_groups.agreed
+        if others_may_stay:
+            # Groups that stay wait for this group until its heartbeats end. So end the heartbeats
+            # before a slow save. If all groups leave, this group keeps its heartbeats during the
+            # save: a group that has not healed yet must not begin from an older checkpoint, and the
+            # other groups that leave must see that this group lives.
             self._links.membership.close()
-        # The state may have been found corrupt in the very round in which this group left.
+        # If the last round showed that this group's state is corrupt, remove its checkpoints.
         self.checkpointer.withdraw_corrupt()
-        if last is not None:
-            self._save_before_leaving(self._replica, last)
+        if last_groups is not None:
+            self._save_before_leaving(self._replica, last_groups)
             self._links.membership.close()
         self._emit_drained()
         unit = strategy_of(self.job_config.fault_tolerance).unit
         logger.info(f"SIGTERM: this group leaves after {unit} {self._position.step}")
 
-    def _save_before_leaving(self, replica: ReplicaDimension, last: LastToLeave) -> None:
+    def _save_before_leaving(self, replica: ReplicaDimension, last_groups: LastToLeave) -> None:
         """Save the state after the last update, unless another group that leaves has done so."""
         step = self._strategy.steps_of(self._position.step)
-        # The drain's timer ends a group that hangs from here on.
+        # The drain's timeout ends a group that hangs from here on.
         with self._watchdog.paused():
             is_saved = partial(self.checkpointer.holds_state, step)
-            if replica.await_turn_to_save(last, is_saved, self.checkpointer.watch_other_writers(step)):
+            is_save_under_way = self.checkpointer.watch_other_writers(step)
+            if replica.await_turn_to_save(last_groups, is_saved, is_save_under_way):
                 self._strategy.go_back_to_update()
                 self._saving_step = step
                 self.checkpointer.save_on_leave(step, self._drain.seconds_left)
@@ -392,9 +417,10 @@ class ReplicaTrainer(HostTrainer):
         Raises:
             ReplicaError: the last checkpoint could not be saved.
         """
+        # From now on, a group that is gone has finished, and is not reported as lost.
         self._links.end_roll_call()
         self._step_log.flush()
-        self.checkpointer.withdraw_corrupt()
+        self.checkpointer.withdraw_corrupt()  # if this group's state was corrupt
         self.checkpointer.finish(self.step)
         self._events.emit(
             TrainingFinished(
@@ -410,10 +436,12 @@ class ReplicaTrainer(HostTrainer):
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
-        """Make one committed update, whatever happens to the other groups.
+        """Make one committed update, even if other groups fail meanwhile.
 
-        A heal counts too: it ends with an update that another group committed. `data_iterator` is
-        torchtitan's, and unused: the feed reads the batches.
+        A heal counts too: it ends with an update that another group committed.
+
+        Args:
+            data_iterator: torchtitan's own, and unused. The feed reads the batches.
 
         Raises:
             Leaving: this group leaves in order, after SIGTERM.
@@ -463,8 +491,10 @@ class ReplicaTrainer(HostTrainer):
         self._serve_update(replica)
         if strategy.meet_after_update():
             self._heal(replica)
+        # Keep the loaders that the next step will probably need: those of this group's slot, and of
+        # the slots that it has read for missing groups.
         read_slots = {reading.entry.slot for reading in work.readings}
-        self._feed.drop({self.job_config.fault_tolerance.replica_id, *read_slots})
+        self._feed.close_all_but({self.job_config.fault_tolerance.replica_id, *read_slots})
         self._update_ended_at = time.monotonic()
 
     def _log_update(self, replica: ReplicaDimension, committed: Committed, work: Work) -> None:
@@ -478,8 +508,9 @@ class ReplicaTrainer(HostTrainer):
     def _serve_update(self, replica: ReplicaDimension) -> None:
         """Offer the state after an applied update to newcomers."""
         config = self.job_config.fault_tolerance
-        # With heal_donors = 1 several groups may share a host that has no room for a copy of each
-        # group's state. A job of one group never serves its state.
+        # Reserve host memory for a copy of the state now, so that the first copy is fast. A job of
+        # one group never serves its state. Groups with heal_donors = 1 may share a host that has no
+        # room for a copy of each group's state.
         if config.group_size > 1 and config.heal_donors != 1:
             self._strategy.state.reserve()
         replica.offer_state()
@@ -500,7 +531,10 @@ class ReplicaTrainer(HostTrainer):
             updates: committed updates in the state that this group can load; 0 = none.
         """
         if self._replica is None:
-            if self.setup.attempt > 0:
+            is_restarted = self.setup.attempt > 0
+            if is_restarted:
+                # The other groups train already, and must not wait for this process's slow first
+                # step. So make one before they know of this group.
                 self._local.warm_up(self._strategy.state)
             self._replica = self._build_replica()
             self._strategy.attach(self._replica, self._links.exchange)
@@ -530,7 +564,7 @@ class ReplicaTrainer(HostTrainer):
         """Check that this rank's loader, opened at a saved state, goes on exactly where that state
         was saved.
         """
-        # The check reads batches without a beat, and a slow loader would look like a hang.
+        # A slow loader would look like a hang to the watchdog.
         with self._watchdog.paused():
             found = self._loaders.check()
         if not found.exact:
@@ -552,6 +586,7 @@ class ReplicaTrainer(HostTrainer):
             self.optimizers.zero_grad()
             # A background save may still copy the weights that the heal replaces.
             self.checkpointer.maybe_wait_for_staging()
+            # If this group's state was corrupt, so are its checkpoints.
             self.checkpointer.withdraw_corrupt()
             self.step = self._strategy.steps_of(replica.heal())
             self.metrics_processor.ntokens_since_last_log = 0
@@ -581,45 +616,50 @@ class ReplicaTrainer(HostTrainer):
         state = self._strategy.state
 
         def find_left() -> Collection[int] | None:
-            # The training thread may change the set meanwhile, so this thread gets a copy.
-            return None if position.leaving else tuple(position.left)
+            """Return the slots that left in order; None if this group leaves. Another thread."""
+            if position.leaving:
+                return None
+            # The training thread may change the set meanwhile, so the caller gets a copy.
+            return tuple(position.left)
 
+        # From now on, report groups that are lost.
         links.start_roll_call(find_left)
-        shared: dict[str, Any] = {
-            "position": position,
-            "group": self._group,
-            "events": self._events,
-        }
         rounds = Rounds(
             config,
             links.membership,
             links.exchange,
+            position=position,
             state=state,
             donor=Donor(state, links.server),
+            group=self._group,
+            events=self._events,
             drain=self._drain,
             watchdog=self._watchdog,
-            **shared,
         )
         heal = Heal(
             config,
+            position=position,
             rounds=rounds,
             exchange=links.exchange,
             state=state,
             ledger=self._ledger,
+            group=self._group,
+            events=self._events,
             nominal_tokens=self._local.nominal_tokens,
             token=self.setup.token,
             ranks_on_host=self.setup.ranks_on_host,
             apply=self._strategy.replay,
-            **shared,
         )
         return ReplicaDimension(
             config,
+            position=position,
             rounds=rounds,
             heal=heal,
             ledger=self._ledger,
+            group=self._group,
+            events=self._events,
             nominal_tokens=self._local.nominal_tokens,
             pauses_after=self._strategy.pauses_after,
-            **shared,
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:

@@ -84,8 +84,8 @@ def _join(former: Reading, reading: Reading) -> Reading:
 class Feed:
     """Reads batches for one rank. Training thread only.
 
-    The group's own training calls `read` and `read_ahead`, the trainer `drop`. After an error,
-    `read` raises it at each call: a generator that has raised yields no more batches.
+    The group's own training calls `read` and `read_ahead`, the trainer `close_all_but`. After an
+    error, `read` raises it at each call: a generator that has raised yields no more batches.
 
     Args:
         ledger: has the number of the next batch of each slot.
@@ -139,7 +139,7 @@ class Feed:
         for reading in readings:
             self._readers[reading.entry.slot].read_ahead(reading.entry.num_batches)
 
-    def drop(self, slots: Collection[int]) -> None:
+    def close_all_but(self, slots: Collection[int]) -> None:
         """Close the loaders of all slots but `slots`."""
         for slot in self._readers.keys() - set(slots):
             del self._readers[slot]

@@ -244,7 +244,7 @@ def test_a_dropped_slot_is_opened_again_where_it_ends(build: Build) -> None:
     ledger = Ledger(NUM_SLOTS)
     feed = Feed(ledger, build, iter)
     sums = [commit(ledger, feed.read(1, 2)) for _ in range(2)]
-    feed.drop({0})
+    feed.close_all_but({0})
     sums += [commit(ledger, feed.read(1, 2)) for _ in range(2)]
     assert sums == straight(build, 1, 4)
 
@@ -337,7 +337,7 @@ def test_only_dropped_slots_are_closed() -> None:
     feed = Feed(ledger, build, iter)
     for slot in range(NUM_SLOTS):
         commit(ledger, feed.read(slot, 1))
-    feed.drop({0})
+    feed.close_all_but({0})
     gc.collect()
     assert [loader() is not None for loader in loaders] == [True, False]
     feed.read(0, 1)
