@@ -141,11 +141,11 @@ class Run:
     def on_load(self) -> None:
         self.loaded.append(self.progress.step)
 
-    def updates_of(self, step: int) -> int:
+    def update_of(self, step: int) -> int:
         return -(-step // self.per_round)
 
-    def steps_of(self, updates: int) -> int:
-        return updates * self.per_round
+    def last_step_of(self, update: int) -> int:
+        return update * self.per_round
 
     def gather(self, value: int) -> list[int]:
         self.gathered.append(value)
@@ -171,7 +171,7 @@ class Run:
         self.schedulers.step()
         self.progress.step += self.per_round
         self.progress.ntokens_seen += 64
-        self.position.set_step(self.updates_of(self.progress.step))
+        self.position.set_step(self.update_of(self.progress.step))
         self.position.set_lineage(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         state = loader_state(self.progress.step)

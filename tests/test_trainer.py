@@ -110,7 +110,7 @@ class Step:
             discard=None,
             apply=note("apply", 1.0),
             state=SimpleNamespace(reserve=note("reserve")),
-            steps_of=lambda updates: updates,
+            last_step_of=lambda updates: updates,
             meet_after_update=lambda: (
                 self.done.append("meet") or bool(self.heals and self.heals.pop(0))
             ),
@@ -259,7 +259,7 @@ class Leave:
             _drain=SimpleNamespace(seconds_left=17.0),
             _position=SimpleNamespace(step=3),
             _strategy=SimpleNamespace(
-                steps_of=lambda updates: updates, go_back_to_update=note("go back")
+                last_step_of=lambda updates: updates, go_back_to_update=note("go back")
             ),
             _emit_drained=note("report"),
             step=4,

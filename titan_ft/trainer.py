@@ -339,7 +339,7 @@ class ReplicaTrainer(HostTrainer):
 
     def _save_before_leaving(self, replica: ReplicaDimension, last_groups: LastToLeave) -> None:
         """Save the state after the last update, unless another group that leaves has done so."""
-        step = self._strategy.steps_of(self._position.step)
+        step = self._strategy.last_step_of(self._position.step)
         # The drain's timeout ends a group that hangs from here on.
         with self._watchdog.paused():
             is_saved = partial(self.checkpointer.holds_state, step)
@@ -521,7 +521,7 @@ class ReplicaTrainer(HostTrainer):
         Args:
             step: torchtitan's step of the checkpoint that this group can load.
         """
-        self._join_job(self._strategy.updates_of(step))
+        self._join_job(self._strategy.update_of(step))
         return self._must_heal
 
     def _join_job(self, updates: int = 0) -> ReplicaDimension:
@@ -549,7 +549,7 @@ class ReplicaTrainer(HostTrainer):
         if self._must_heal:
             return False
         self._check_loader()
-        if not replica.start(self._strategy.updates_of(self.step - 1)):
+        if not replica.start(self._strategy.update_of(self.step - 1)):
             return False
         if self.setup.attempt > 0 and self.step == 1:
             # All groups were lost, and there is no checkpoint. The work is lost, which a person
@@ -588,7 +588,7 @@ class ReplicaTrainer(HostTrainer):
             self.checkpointer.maybe_wait_for_staging()
             # If this group's state was corrupt, so are its checkpoints.
             self.checkpointer.withdraw_corrupt()
-            self.step = self._strategy.steps_of(replica.heal())
+            self.step = self._strategy.last_step_of(replica.heal())
             self.metrics_processor.ntokens_since_last_log = 0
             is_behind = self._strategy.resume_after_heal()
 

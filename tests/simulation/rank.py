@@ -542,7 +542,9 @@ class Rank:
         self.state.zero_grad()
         self._read.clear()
         slots, train = dimension.slots_to_read(), self.strategy.train
-        self.own.step = self.strategy.steps_of(self.position.step) + 1  # as torchtitan's loop does
+        self.own.step = (
+            self.strategy.last_step_of(self.position.step) + 1
+        )  # as torchtitan's loop does
         self.strategy.start_update()
         committed = dimension.commit(train(slots, dimension.arm), train, self._discard)
         if committed is None:
@@ -595,7 +597,7 @@ class Rank:
         self.state.zero_grad()
         self.saves.withdraw()
         self.dimension.heal()
-        self.own.step = self.strategy.steps_of(self.position.step)
+        self.own.step = self.strategy.last_step_of(self.position.step)
         self.ready = True
         self._hold(self.position.step, self.position.lineage)
         self.world.healed(self)

@@ -332,8 +332,8 @@ def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
     )
     strategy: Any = SimpleNamespace(
         lend_agreed_weights=lend,
-        steps_of=lambda update: 4 * update,
-        updates_of=lambda step: -(-step // 4),
+        last_step_of=lambda update: 4 * update,
+        update_of=lambda step: -(-step // 4),
     )
     validate_updates(trainer, strategy)
     assert list(map(trainer.validator.should_validate, (4, 8))) == [True, False]

@@ -10,7 +10,8 @@ Terms:
   round yet. A *holder* is a group that has the state, and a *donor* a holder that serves it.
 - An *offer* is a holder's answer to a joiner: which state it serves until its next update.
 - In a *round*, the groups sum their gradients and exchange one *row* of facts each. A round is an
-  *update* if all holders apply the mean of its gradients.
+  *update* if all holders apply the mean of its gradients. The *quorum* is the list of the groups in
+  a round, and the *slot* is a group's number.
 - `has_long_rounds`: with a semi-synchronous method, a group makes many local steps between two
   rounds. Otherwise each step has one round, or several if one breaks.
 
@@ -92,9 +93,9 @@ others to wait."""
 _MAX_SHORT_QUEUE = 3
 """A joiner with at most this many queued updates does not ask the others to wait."""
 _LOAD_TIMES_IN_RESERVE = 4
-"""The joiner begins to load only if this many load times are left until the others' next update. A
-load and the digest after it take about two load times. The others must not wait even if both take
-twice as long as last time."""
+"""In the second half of the others' step, the joiner begins to load only if this many load times
+are left. A load and the digest after it take about two load times. The others must not wait even if
+both take twice as long as last time."""
 _POLL_SECONDS = 0.05  # longest wait before the ranks compare their view of the other groups again
 _ALREADY_OVER = -math.inf  # a deadline that has passed
 
@@ -342,7 +343,7 @@ class Heal:
     def _await_state(self) -> None:
         """Wait for the state while the others compute a step, until it is too late to load it."""
         self._prepare_memory()
-        # A round of several steps takes too long: a leave request would go unnoticed.
+        # Do not wait for the end of a long round: a leave request would go unnoticed.
         if self._strategy.has_long_rounds:
             return
         while self._is_in(Phase.FETCHING):
@@ -435,7 +436,7 @@ class Heal:
         and for a group whose last row asked for the state.
         """
         if self._strategy.has_long_rounds:
-            # In a round of several steps, a group asks before the quorum (`_prepare_until_quorum`).
+            # With long rounds, a group asks before the quorum (`_prepare_until_quorum`).
             return False
         last = self._rounds.last_round
         if last is None:
@@ -509,7 +510,7 @@ class Heal:
                 step=healing.from_step,
             ),
         )
-        # With rounds of several steps, the next update to queue may be an hour away.
+        # With long rounds, the next update to queue may be an hour away.
         if not self._strategy.has_long_rounds:
             self._prepare_memory()
         fetch_state = partial(self._fetch, healing, self._lost_donors)

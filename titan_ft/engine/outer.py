@@ -205,9 +205,10 @@ class OuterModel:
 class OuterState(TrainState):
     """The state that a joiner gets under a semi-synchronous method.
 
-    The digest covers the anchors and the outer optimizer. A copy also has the moments of the inner
-    optimizer: the joiner needs some, and those of the donor's group serve as well as any others, if
-    they are finite.
+    `RoundStrategy` builds it, and `Donor` and `Heal` call it as any `TrainState`. The digest covers
+    the anchors and the state of the outer optimizer. A copy also has the moments of the donor's
+    inner optimizer. They differ between groups, so they are not in the digest. The joiner needs
+    some, and any finite ones will do.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class OuterState(TrainState):
 
     @property
     def _agreed_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose state is equal in all groups, and so is in the digest."""
         return [self._outer.optimizer]
 
     def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -284,14 +286,14 @@ def set_lr(lr_schedulers: Any, step: int) -> None:
             scheduler.step()
 
 
-def join_norm(squares: float, gather: Callable[[int], list[int]]) -> float:
-    """Return the norm of a vector whose parts lie on the ranks of a group.
+def norm_over_ranks(squares: float, gather: Callable[[int], list[int]]) -> float:
+    """Return the norm of a vector whose parts lie on the ranks of a group. A collective.
 
     Args:
         squares: sum of squares of this rank's part.
         gather: gathers an integer of every rank.
     """
-    # The bits of the float as an integer.
+    # `gather` takes integers only, so send the bits of the float as an integer.
     (bits,) = struct.unpack("q", struct.pack("d", squares))
     parts = []
     for part_bits in gather(bits):

@@ -43,7 +43,13 @@ from titan_ft.config import TABLE, ConfigError, FaultTolerance
 from titan_ft.engine import fragments
 from titan_ft.engine.drain import STEPS_SHARE, WAITING_SHARE
 from titan_ft.engine.feed import Reading, merge
-from titan_ft.engine.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
+from titan_ft.engine.outer import (
+    OuterModel,
+    OuterState,
+    norm_over_ranks,
+    set_lr,
+    trained_parameters,
+)
 from titan_ft.engine.round import Sign
 from titan_ft.engine.step import AfterOpening
 from titan_ft.engine.strategy import Departure, StepStrategy
@@ -289,11 +295,11 @@ class RoundStrategy(StepStrategy):
 
     # Numbers
 
-    def steps_of(self, updates: int) -> int:
+    def last_step_of(self, update: int) -> int:
         """Return the last step of a round. The job's last round may be shorter."""
-        return min(updates * self._steps_per_round, self._training.num_steps)
+        return min(update * self._steps_per_round, self._training.num_steps)
 
-    def updates_of(self, step: int) -> int:
+    def update_of(self, step: int) -> int:
         """Return the round of a step."""
         return math.ceil(step / self._steps_per_round)
 
@@ -307,7 +313,7 @@ class RoundStrategy(StepStrategy):
         One fragment after the other in turn, and all of them after the last round.
         """
         number = len(self._trained_tokens)
-        if self.steps_of(update) == self._training.num_steps:
+        if self.last_step_of(update) == self._training.num_steps:
             return list(range(number))
         return [(update - 1) % number]
 
@@ -363,7 +369,7 @@ class RoundStrategy(StepStrategy):
     def _make_steps(self, update: int, slots: Sequence[int]) -> _StepsEnd:
         """Make the local steps of the round, until it is finished or must be broken off."""
         work = self.work
-        last = self.steps_of(update)
+        last = self.last_step_of(update)
         first = work.first_step + work.inner_steps
         has_requested_quorum = self._replica.quorum_requested
         # After a heal, the LR schedule may be at the end of the donor's round.
@@ -446,8 +452,8 @@ class RoundStrategy(StepStrategy):
             contribution: this group's contribution to it.
         """
         delay = self._config.fragment_sync_delay
-        first = self.steps_of(update) + 1
-        last = min(first + delay - 1, self.steps_of(update + 1))
+        first = self.last_step_of(update) + 1
+        last = min(first + delay - 1, self.last_step_of(update + 1))
         if not delay or last < first:
             return
         self._replica.launch_with(contribution)
@@ -510,7 +516,7 @@ class RoundStrategy(StepStrategy):
         training = self._training
         update.sums.write()
         training.await_staging()
-        is_last = self.steps_of(update.step) == training.num_steps
+        is_last = self.last_step_of(update.step) == training.num_steps
         # `alpha` is the share of the group's own weights that the model keeps. Without local steps
         # in this update, as in a replay, the model has the weights of the former anchors, and must
         # keep none of them. After the job's last update, all groups must have the same weights.
@@ -526,14 +532,14 @@ class RoundStrategy(StepStrategy):
         if self._work_ahead is not None:
             self._work_ahead.previous = None
         training.refresh_converters()
-        training.step = self.steps_of(update.step)
+        training.step = self.last_step_of(update.step)
         # The LR of the round's last step is logged, even if this group has made fewer steps.
         set_lr(training.lr_schedulers, training.step - 1)
         is_replay = update.sums.is_copy
         if not is_replay:
             self.work.lr = training.lr
         set_lr(training.lr_schedulers, training.step)
-        norm = join_norm(squares, self._group.gather)
+        norm = norm_over_ranks(squares, self._group.gather)
         return lambda: norm
 
     def meet_after_update(self) -> bool:
@@ -651,7 +657,7 @@ class RoundStrategy(StepStrategy):
         """
         readings: list[Reading] = []
         for work in (self._uncommitted_work, self._work_ahead):
-            if work is not None and self.updates_of(work.first_step) > self._position.step:
+            if work is not None and self.update_of(work.first_step) > self._position.step:
                 readings += work.readings
         return merge(readings)
 

@@ -87,8 +87,8 @@ _SILENT_WAIT_SECONDS = 1.0
 """A group with the final state names the groups it waits for only after this time: the others may
 be a moment late."""
 _MAX_OPENING_ROUNDS = 5
-"""Rounds after an update that are made for groups which missed it. After these rounds, such groups
-must wait for the next update."""
+"""Limit of the opening rounds after an update. A group that has found no donor by then must wait for
+the end of the others' local steps."""
 _OPENING_SECONDS = 5.0
 """How long a group waits for the others to come to an opening round. A group that trains already
 comes only after its local steps."""
@@ -110,7 +110,8 @@ class Committed:
     """A committed step: its update, and the facts about it that are logged.
 
     Attributes:
-        parent: lineage of the state before the step.
+        parent: lineage of the state before the step. A lineage is a hash of the exchanges that made
+            a state.
         participants: slots of the groups that contributed weight.
         valid_tokens: tokens that the mean is taken over.
         loss: mean per valid token over all participants.

@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The strategy of one update per step, and the interface to the group's own training.
 
-The trainer calls a strategy for each update, heal and departure. The strategy calls the group's own
-training through the interface `GroupTraining` only. So the simulation runs the same strategies as a
-worker does.
+A *strategy* says how a group makes an update and applies it: from one step (`StepStrategy`), or
+from a round of local steps (`RoundStrategy`, for semi-synchronous methods). The trainer calls the
+strategy for each update, each heal, and the end of the group.
+
+The strategy calls the group's own training through the interface `GroupTraining` only. So the
+simulation of the protocol (`tests/simulation`) runs the same strategies as a worker does.
 
 See docs/design.md, "The rooms".
 """
@@ -95,7 +98,10 @@ class GroupTraining(Protocol):
         """Clip the gradients; return their norm before clipping."""
 
     def refresh_converters(self) -> None:
-        """Let the model's converters compute again the values that depend on the weights."""
+        """Compute the values that the model's converters keep of the weights, as float8's scales.
+
+        Call this after each change of the weights but the optimizer's own.
+        """
 
     def await_staging(self) -> None:
         """Wait until a background save has copied the weights, which are about to change."""
@@ -121,6 +127,7 @@ class Departure:
     """How a group leaves on SIGTERM.
 
     Attributes:
+        reason: for the event and the log.
         in_order: every trained batch is in an update. Steps that were made ahead, during the last
             update's exchange, do not count.
         void: the trained batches that are in no update; with `in_order`, those of steps made ahead.
@@ -231,20 +238,20 @@ class StepStrategy:
 
     # Numbers
 
-    def steps_of(self, updates: int) -> int:
-        """Return torchtitan's step after this many committed updates."""
-        return updates
+    def last_step_of(self, update: int) -> int:
+        """Return torchtitan's number of the last step in an update; 0 for update 0."""
+        return update
 
-    def updates_of(self, step: int) -> int:
-        """Return the number of the update that has torchtitan's step `step`."""
+    def update_of(self, step: int) -> int:
+        """Return the number of the update that has torchtitan's step `step`; 0 for step 0."""
         return step
 
     def pauses_after(self, update: int) -> bool:
-        """Return True if this group pauses after an update, and so must not request a quorum then.
+        """Return True if this group pauses after an update, to save or to validate.
 
-        If it requested its quorum before the pause, the others would wait for it in the exchange,
-        until `process_group_timeout_ms`. Otherwise they wait at the lighthouse, until
-        `join_timeout_ms`.
+        It then requests the next quorum only after the pause, and the others wait for it at the
+        lighthouse, until `join_timeout_ms`. If it requested the quorum before the pause, the others
+        would wait in the exchange, which breaks after `process_group_timeout_ms`.
         """
         return self._training.pauses_after(update)
 
@@ -291,12 +298,13 @@ class StepStrategy:
         update.sums.write(update.scale)
         norm = training.clip_gradients()
         training.await_staging()
-        share = len(update.slots) / config.group_size  # of the global batch
-        factor = lr_factor(config.lr_policy, share)
+        share_of_batch = len(update.slots) / config.group_size
+        factor = lr_factor(config.lr_policy, share_of_batch)
         with scaled_lr(training.optimizers, factor):
             training.optimizers.step()
         training.lr_schedulers.step()
-        if not update.sums.is_copy:
+        is_replay = update.sums.is_copy
+        if not is_replay:
             self.work.lr *= factor
         return device.read_later(norm)
 
@@ -321,7 +329,7 @@ class StepStrategy:
 
     def go_back_to_update(self) -> None:
         """Go back to the last update: the work on the one under way is void."""
-        self._training.step = self.steps_of(self._position.step)
+        self._training.step = self.last_step_of(self._position.step)
 
     def describe_departure(self) -> Departure:
         """Return how this group leaves now."""

@@ -207,7 +207,7 @@ def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
                         module.reshard()
 
     def is_due(step: int) -> bool:
-        first = strategy.steps_of(strategy.updates_of(step) - 1) + 1
+        first = strategy.last_step_of(strategy.update_of(step) - 1) + 1
         return any(should_validate(each) for each in range(first, step + 1))
 
     trainer.validator.validate = validate_and_shard

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.member_facts import exchange_with
 from titan_ft.config import FaultTolerance
-from titan_ft.engine.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
+from titan_ft.engine.outer import OuterModel, OuterState, _num_copies, norm_over_ranks, set_lr
 from titan_ft.gradients.exchange import ExchangeResult, GradientExchange
 from titan_ft.membership.process_group import build_process_group
 from titan_ft.protocol.member import Member, Quorum
@@ -129,9 +129,9 @@ def test_the_norm_is_that_of_the_whole_change() -> None:
     squares = make_round(OuterModel([group], LOCAL_SGD), group, 3.0, 4.0)
     assert squares == 25.0
     (others,) = struct.unpack("q", struct.pack("d", 144.0))
-    assert join_norm(squares, lambda own: [own, others]) == 13.0
+    assert norm_over_ranks(squares, lambda own: [own, others]) == 13.0
     for nan in (math.nan, -math.nan):  # as signed integers, which a processor makes of them
-        assert math.isnan(join_norm(nan, lambda own: [own, others]))
+        assert math.isnan(norm_over_ranks(nan, lambda own: [own, others]))
 
 
 def test_a_part_that_several_ranks_hold_counts_once(world: None) -> None:

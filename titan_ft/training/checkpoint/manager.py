@@ -327,7 +327,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         if wanted_step == curr_step:
             wanted_updates = self.trainer.position.step
         else:
-            wanted_updates = self.trainer.strategy.updates_of(wanted_step)
+            wanted_updates = self.trainer.strategy.update_of(wanted_step)
         # An earlier step is still unsaved if its writer was lost, or if a save takes longer than
         # the interval. Then the writer saves the current state in its place.
         if not self.trainer.is_writer or self._running_save is not None:
@@ -360,7 +360,7 @@ class ReplicaCheckpoints(HostCheckpoints):
             # An earlier step counts as unsaved during the whole asynchronous save of it. That is no
             # reason to pause.
             return False
-        return self.trainer.strategy.updates_of(wanted_step) > self.trainer.position.saved_step
+        return self.trainer.strategy.update_of(wanted_step) > self.trainer.position.saved_step
 
     def finish(self, step: int) -> None:
         """Save the final state if no group has saved it, for example because the writer was lost.
@@ -393,7 +393,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         updates = self.trainer.position.step
         if updates > self.trainer.position.saved_step:
             return True
-        return self._holds_model_only(self.trainer.strategy.steps_of(updates))
+        return self._holds_model_only(self.trainer.strategy.last_step_of(updates))
 
     def _holds_model_only(self, step: int) -> bool:
         """Return True if the checkpoint of `step` holds the model only, as torchtitan's last save
@@ -956,7 +956,7 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     def _latest_step(self) -> int:
         """Return the step of the latest complete checkpoint that this group knows of; 0 = none."""
-        return self.trainer.strategy.steps_of(self.trainer.position.saved_step)
+        return self.trainer.strategy.last_step_of(self.trainer.position.saved_step)
 
     def _report_saved(self, save: Save) -> None:
         """Report a published checkpoint, and the checkpoints of other jobs that it set aside."""
@@ -975,7 +975,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         """Note and report the loaded step, and whether the data begins anew."""
         trainer = self.trainer
         step = self.states[TRAIN_STATE].state_dict()["step"]
-        trainer.position.set_saved_step(trainer.strategy.updates_of(step))
+        trainer.position.set_saved_step(trainer.strategy.update_of(step))
         self._loaded_step = step
         trainer.events.emit(CheckpointLoaded(step=step, lineage=f"{trainer.position.lineage:012x}"))
         load = self._running_load
