@@ -198,7 +198,6 @@ class ReplicaTrainer(HostTrainer):
         self._control = connect_control(config, self.setup, self._events)
         self._drain = Drain(
             self._control,
-            rank=self.setup.rank,
             num_ranks=torch.distributed.get_world_size(),
             timeout_seconds=config.drain_timeout_seconds,
             on_abandon=self._report_abandon,

@@ -315,7 +315,6 @@ class Rank:
         )
         self.drain = self._drain = Drain(
             control,
-            rank=self.number,
             num_ranks=world.options.ranks,
             timeout_seconds=config.drain_timeout_seconds,
             on_abandon=lambda reason: events.emit(Drained(step=0, reason=reason, in_order=False)),

@@ -3,8 +3,9 @@
 """Leave on SIGTERM: all ranks of a group leave after the same vote.
 
 After each exchange with the other groups, the ranks of a group *vote* whether it worked. Each vote
-is a barrier over the ranks. A group can leave only right after a vote: in the middle of an
-exchange, it would break the exchange for the others.
+is a barrier over the ranks. A group that left in the middle of an exchange would break the exchange
+for the others. So it leaves right after a vote, or while it waits for the others before an exchange
+(`agree_to_stop_waiting`).
 
 The ranks get SIGTERM at different moments, perhaps one of them before a vote and another one after
 it. So they agree over the *control tree* (`membership/control_tree.py`). A rank sends a *note* into
@@ -12,8 +13,9 @@ the tree, and all ranks of the group hear it.
 
 A rank ends in one of two ways:
 
-- It *leaves*: all ranks of the group have agreed on the vote after which they leave.
-- It is *abandoned*: `drain_timeout_seconds` are over before that. Then all ranks of the group end.
+- It *leaves*: all ranks of the group have agreed to leave at the same point.
+- It is *abandoned*: `drain_timeout_seconds` are over before that, or it has nothing to finish yet.
+  Then all ranks of the group end.
 
 If a rank has died, no vote is possible, and the other ranks end at once. See docs/leaving.md.
 """
@@ -76,6 +78,7 @@ class Drain:
 
     Args:
         control: control tree of the group's ranks.
+        num_ranks: number of the group's ranks.
         timeout_seconds: time from a leave request until the rank is abandoned.
         on_abandon: called with the reason before a rank is abandoned, on another thread.
     """
@@ -84,13 +87,11 @@ class Drain:
         self,
         control: ControlTree,
         *,
-        rank: int,
         num_ranks: int,
         timeout_seconds: float,
         on_abandon: Callable[[str], None],
     ) -> None:
         self._control = control
-        self._rank = rank
         self._num_ranks = num_ranks
         self._timeout_seconds = timeout_seconds
         self._on_abandon = on_abandon

@@ -496,7 +496,8 @@ class Heal:
         max_donors = self._strategy.limit_donors(len(offer.slots))
         self._set_healing(self._healing.start_fetch(offer, max_donors))
         self._pace.adopt_times(offer)
-        # A newcomer's first quorum must include one of the groups that offered the state.
+        # A newcomer's first quorum must include one of the groups that offered the state. Otherwise
+        # this group would make updates alone while these groups are in their long round.
         self._rounds.remember_donors(offer.slots)
         # The offered state is later than the last round, so that round no longer counts.
         self.ended_on_update = False

@@ -266,11 +266,14 @@ class Rounds:
     # Other groups
 
     def find_holders(self) -> dict[int, Peer]:
-        """Return the counterparts of this rank that can serve the state, by slot; any thread."""
+        """Return the ranks that can serve this rank's part of the state, by slot; any thread.
+
+        They have this rank's index in other groups.
+        """
         return self._membership.find_holders()
 
     def remember_donors(self, slots: Sequence[int]) -> None:
-        """Remember which groups offered the fetched state; see `Membership.remember_donors`."""
+        """Remember which groups offered the fetched state: a quorum must include one of them."""
         self._membership.remember_donors(slots)
 
     def find_living(self, slots: Collection[int]) -> set[int]:
@@ -300,8 +303,8 @@ class Rounds:
     def copy_for_joiner(self) -> None:
         """Copy the state for a joiner, between two local steps.
 
-        All ranks of the group copy it after the same step, so that the moments of their optimizers
-        fit together.
+        All ranks of the group copy it after the same step, because the parts of a joiner's state
+        must be of one step.
         """
         self._donor.copy(self._position)
 

@@ -87,8 +87,8 @@ _SILENT_WAIT_SECONDS = 1.0
 """A group with the final state names the groups it waits for only after this time: the others may
 be a moment late."""
 _MAX_OPENING_ROUNDS = 5
-"""Limit of the opening rounds after an update. A group that has found no donor by then must wait for
-the end of the others' local steps."""
+"""Limit of the opening rounds after an update. A group that has found no donor by then must wait
+for the end of the others' local steps."""
 _OPENING_SECONDS = 5.0
 """How long a group waits for the others to come to an opening round. A group that trains already
 comes only after its local steps."""

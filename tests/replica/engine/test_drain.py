@@ -90,13 +90,10 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return statuses
 
 
-def build(
-    tree: ControlTree, rank: int = 0, num_ranks: int = 1, timeout_seconds: float = NEVER
-) -> Drain:
+def build(tree: ControlTree, num_ranks: int = 1, timeout_seconds: float = NEVER) -> Drain:
     """Build a rank of this process."""
     return Drain(
         tree,
-        rank=rank,
         num_ranks=num_ranks,
         timeout_seconds=timeout_seconds,
         on_abandon=pytest.fail,
@@ -105,7 +102,7 @@ def build(
 
 def build_group(trees: list[ControlTree]) -> list[Drain]:
     """Build all ranks of a group."""
-    return [build(tree, rank, len(trees)) for rank, tree in enumerate(trees)]
+    return [build(tree, len(trees)) for tree in trees]
 
 
 def vote(trees: list[ControlTree]) -> None:
@@ -330,7 +327,7 @@ def test_all_ranks_leave_after_the_same_vote(trees: Trees, told: int) -> None:
         group = trees.connect_group(3)
 
         def train(rank: int, group: list[ControlTree] = group, trial: int = trial) -> int:
-            made = build(group[rank], rank, 3)
+            made = build(group[rank], 3)
             made.mark_busy()
             if rank == told:
                 threading.Timer(0.01 + trial * 0.003, made.request).start()
