@@ -3,8 +3,14 @@
 """The worker: `torchrun ... -m titan_ft.train --job.config_file F [torchtitan flags]`.
 
 The worker takes torchtitan's TOML and flags. With `[fault_tolerance] enable = true` it is one rank
-of a replica group (`titan_ft.trainer`), else torchtitan's own trainer. torchrun or an agent of
-titan_ft starts it. An agent forks the worker from a process that has called `check` and `preload`.
+of a replica group (`titan_ft.trainer`), else torchtitan's own trainer. A replica group is a
+torchtitan job that trains one replica of the model. torchrun or an *agent* starts the worker. An
+agent is titan_ft's own launcher of the ranks on one host (`titan_ft/launch/group`). It forks the
+workers from a process that has called `check` and `preload`.
+
+A worker that trains has a *mark*, a file for the agent. Exit status 0 counts as an end in order
+only if the worker has removed the mark, because other code may call `os._exit(0)` in the middle of
+training.
 
 All functions run on the main thread. The exit status tells the agent what to do next: 0 is the end
 in order, 1 asks for a restart, `CONFIG_ERROR_CODE` and `NO_RESTART_CODE` forbid one.
@@ -65,17 +71,17 @@ def main() -> None:
     # torch's TCPStore looks up the name of every peer's address, even of a numeric one. A lost
     # query would cost the resolver's default of five seconds, in the middle of a recovery.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
-    protect_output()
-    claim_file()
-    write_for_owner_only()
-    exit_with_parent()
+    protect_output()  # a full disk must not end the training
+    claim_file()  # the error file, which tells the agent the cause of a failure
+    write_for_owner_only()  # the group and others cannot change events and checkpoints
+    exit_with_parent()  # an orphan would train on beside the worker that replaces it
     ends_in_order = True
     worker_pid = os.getpid()
     try:
         status = _run(sys.argv[1:], os.environ)
     except SystemExit as end:
         # The user's code called sys.exit. The interpreter would wait for all threads, which may
-        # hang, so this process takes the status and ends below.
+        # hang. So this process takes the status, and ends by `os._exit` below.
         ends_in_order = False
         status = _status_of(end)
     except ConfigError as error:
@@ -89,8 +95,11 @@ def main() -> None:
         status = _print_error(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    finish_waiting()  # The last event says whether the group finished or left.
-    # An error in a process that the user's code has forked arrives here as well.
+    # Wait for records that are not written yet. The last event says whether the group finished or
+    # left.
+    finish_waiting()
+    # If the user's code forks, an error in the child arrives here as well. Only the worker itself
+    # may remove its mark.
     if ends_in_order and os.getpid() == worker_pid:
         mark_end_in_order()
     # A thread may wait for a lost peer in an RPC or a socket. A normal exit would wait for that
@@ -104,7 +113,9 @@ def _status_of(end: SystemExit) -> int:
         return end.code
     if isinstance(end.code, str):
         print(end.code, file=sys.stderr)
-    return 0 if end.code is None else 1
+    if end.code is None:
+        return 0
+    return 1
 
 
 def check(args: Sequence[str]) -> None:
@@ -117,8 +128,10 @@ def check(args: Sequence[str]) -> None:
         job_config = prepare_config(*args)
         check_paths(job_config)
         module = job_config.experimental.custom_import
-        mistake: str | None = ""
+        mistake: str | None = ""  # None = the process that imports the module has ended
         if module:
+            # Import the user's module in a fork only: it may start threads or use a GPU, and the
+            # workers could not be forked from this process afterwards.
             mistake = call_in_fork(lambda: _find_mistake(args))
         if mistake is None:
             # A worker whose import ends the process with status 0 would count as finished.
@@ -227,7 +240,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import
         )
 
-    # After all imports: exit handlers run in reverse order, and this one must run first.
+    # Let exit() of the C library end this process at once: the exit handlers of other libraries may
+    # hang. Exit handlers run in reverse order, so this one is set after all imports.
     end_at_exit()
     try:
         titan.run(trainer_class, job_config)
@@ -259,8 +273,9 @@ def _prepare_replica_trainer(
         os.environ.update(device.nccl_environment(environ, config.process_group_timeout_ms))
     device.check_machine(config.process_group, int(environ.get("LOCAL_RANK", "0")))
     mark_training()
+    # torch elastic's `record` would report the end of a group that leaves as an error.
     titan.unwrap_elastic_record()
-    # `record`, just taken off, does this too: a crash in native code prints the stacks to the log.
+    # A crash in native code prints the stacks to the log (2 = stderr). `record` does so, too.
     faulthandler.enable(2)
     setup = _read_setup(job_config, args, environ)
     # A process that a worker starts, such as a data loader, must not inherit the token.
@@ -330,7 +345,9 @@ def _print_error(error: Exception) -> int:
         traceback.print_exception(error)
         return 1
     print(f"titan_ft: {error}", file=sys.stderr)
-    return 1 if error.restart else NO_RESTART_CODE
+    if error.restart:
+        return 1
+    return NO_RESTART_CODE
 
 
 if __name__ == "__main__":
