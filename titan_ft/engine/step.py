@@ -248,6 +248,7 @@ class ReplicaDimension:
                 self._position.set_waited_seconds(waited)
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
+                # Only a round that worked leads to this decision. mypy needs the check.
                 case decisions.StartTraining(num_missing) if isinstance(outcome, Round):
                     self._start_training(outcome, num_missing)
                     return True
@@ -372,6 +373,7 @@ class ReplicaDimension:
             outcome = self._rounds.make(contribution, use)
             num_exchanges += 1
             match decide(self._position, outcome, self._config):
+                # Only a round that worked leads to this decision. mypy needs the check.
                 case decisions.Commit() if isinstance(outcome, Round):
                     return self._record_commit(outcome, num_exchanges)
                 case decisions.Repeat():
