@@ -4,14 +4,17 @@
 
 Terms:
 
-- A *quorum* is the list of the groups that take part in the next round.
+- A *quorum* is the list of the groups that take part in the next round. The *lighthouse* gives it:
+  torchft's server for all groups.
 - In a *round* (`Rounds.make`), these groups sum their gradients and exchange one *row* of facts
   each. Then the ranks of each group vote whether this worked on all of them. If not, the round
   *broke*.
 - A *decision* (`protocol/decision.py`) is the next action of this group after a round.
 - A *holder* is a group that holds the job's state: the state after the latest update. A *stray*
-  claims to hold it, and differs from the majority.
+  claims to hold it, and differs from the majority. The *digest* of a state is a hash of its bytes.
 - An *outsider* is a living group that was not in the round, perhaps because it is in a long step.
+- The data is cut into *slots*, one for each group. A *reader* is a group that trains on. It reads
+  its own slot and, unless `batch_policy` is "shrink", its share of the slots of missing groups.
 - With a semi-synchronous method, a group makes many local steps between two updates. Right after an
   update, the groups then make *opening rounds* without gradients. They serve groups that missed the
   update.
@@ -343,9 +346,9 @@ class ReplicaDimension:
 
         Args:
             contribution: the batches and tokens of this group's gradients.
-            train: adds the gradients of one more step's share of each given slot to the local ones.
-                With a semi-synchronous method, it goes on with the round, and returns the
-                contribution of all of the round's steps.
+            train: trains the batches of the given slots in this step, and adds their gradients to
+                the local ones. With a semi-synchronous method, it makes the remaining local steps,
+                and returns the contribution of all local steps.
             discard: drops the local gradients.
 
         Returns:
@@ -389,6 +392,7 @@ class ReplicaDimension:
                     normal_use = GradientUse.FORCE
                     use = normal_use
                 case decisions.TakeOverSlots(slots):
+                    # The groups that were to read these slots are gone.
                     shares.clear()
                     contribution = contribution.plus(train(slots))
                 case decisions.TrainOn() if isinstance(outcome, Round):
@@ -398,6 +402,7 @@ class ReplicaDimension:
                         self._rounds.request_quorum()
                     contribution = train(self.slots_to_read())
                 case decisions.DiscardGradients():
+                    # Another group gives the gradients of the same batches.
                     discard()
                     shares.clear()
                     contribution = NOTHING
@@ -443,6 +448,7 @@ class ReplicaDimension:
         own = made.rows[made.quorum.rank]
         own_loss = None
         if own.valid_tokens:
+            # `own.loss` is the sum of the group's losses / nominal tokens.
             own_loss = own.loss * (self._nominal_tokens / own.valid_tokens)
         excluded = made.slots(verdict.excluded)
         if excluded:
@@ -546,18 +552,18 @@ class ReplicaDimension:
         deadline = self._group.clock() + _OPENING_SECONDS
         return self.await_others(lambda: self._group.clock() >= deadline)
 
-    def await_others(self, is_over: Callable[[], bool]) -> bool:
+    def await_others(self, is_too_late: Callable[[], bool]) -> bool:
         """Request the next round's quorum and wait for it. A collective.
 
         Args:
-            is_over: returns True if this group waits no longer. A collective as well.
+            is_too_late: returns True if this group waits no longer. A collective as well.
 
         Returns:
             True if the quorum is there.
         """
         self._rounds.request_quorum()
         while not any(self._group.gather(self._rounds.quorum_ready)):
-            if is_over():
+            if is_too_late():
                 return False
             self._rounds.wait_for_quorum()
         return True
@@ -576,8 +582,8 @@ class ReplicaDimension:
         """Take the digest of the state if one is due at this step. The next round shows it.
 
         Returns:
-            This rank's part of the digest (hex) on steps that are multiples of `digest_every`.
-            After a round of several steps: if one of its steps is such a multiple. Otherwise None.
+            This rank's part of the digest (hex) if the step, or a local step of the last round, is
+            a multiple of `digest_every`. Otherwise None.
         """
         every = self._config.digest_every
         if not every:
@@ -667,6 +673,7 @@ class ReplicaDimension:
         """
         if isinstance(outcome, Round):
             return len(outcome.verdict.holders) < len(outcome.rows)
+        # If every round breaks, this group must end at some time.
         return self._position.broken_rounds <= decisions.MAX_EXCHANGE_RETRIES
 
     def _report_unfinished(self, outcome: Round | Broken, seconds: float) -> None:
