@@ -449,7 +449,7 @@ class ReplicaTrainer(HostTrainer):
         is_first = self.step == 1
         self._make_update()
         # torchtitan shortens the timeouts at the end of its step 1. A group that heals, or makes a
-        # round of several steps, ends its first update on a later step.
+        # round of local steps, ends its first update on a later step.
         if is_first and self.step != 1:
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             set_pg_timeouts(timeout, self.parallel_dims)

@@ -7,10 +7,13 @@ The state is copied when a joiner asks for it. There are three cases:
 - Usually a thread of the state server copies it, while the next step is computed.
 - If a forward may write a part of the state, the training thread copies it in the next round,
   before the optimizer writes.
-- With rounds of several steps, the training thread copies it between two steps. All ranks of the
-  group do so after the same step, so that the moments of their inner optimizers fit together.
+- With a semi-synchronous method, the training thread copies it between two local steps. All ranks
+  of the group do so after the same step, because the parts of a joiner's state must be of one step.
 
-The copy is kept while a joiner fetches it. See docs/heal.md.
+The copy is kept while a joiner fetches it. If the host's memory is scarce, each of several donors
+copies only a *part* of the state, and the joiner fetches one part from each.
+
+See docs/heal.md.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from titan_ft.protocol.healing import NO_DIGEST
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.round import Round
 from titan_ft.protocol.row import Row, Standing
@@ -58,14 +62,15 @@ class Donor:
         if self._updated_at is not None:
             milliseconds = int(1000 * (now - self._updated_at))
         self._updated_at = now
-        is_shared = self._state.allow_copying(position.step, position.lineage)
+        # False if a forward may write a part of the state. Then no other thread may copy it.
+        may_copy_aside = self._state.allow_copying(position.step, position.lineage)
         offer = Message(
             step=position.step,
             lineage=position.lineage,
-            digest=0,
+            digest=NO_DIGEST,
             milliseconds=milliseconds,
         )
-        copy = partial(self._copy_shared, position.lineage) if is_shared else None
+        copy = partial(self._copy_shared, position.lineage) if may_copy_aside else None
         self._server.offer(offer, copy)
 
     def offer_compared(self, position: Position, digest: int) -> None:
@@ -111,6 +116,7 @@ class Donor:
         with self._publishing:
             wanted_part, snapshot = self._server.wanted_part, self._server.snapshot
             if snapshot is not None:
+                # Keep a copy that a joiner of this round fetches from this group.
                 self._server.keep_snapshot(_is_fetched(joiners, snapshot.step, own_slot))
             # A joiner that names this group may not have sent its request yet. After the update it
             # would come too late.

@@ -2,13 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The feed: reads the batches of slots, beginning after the last batch in the ledger.
 
+The data is cut into *slots*, one for each replica group. The *ledger* has the number of the last
+batch of each slot that is in a committed update (`protocol/ledger.py`). A group reads its own slot,
+and perhaps slots of missing groups.
+
 If the step of a batch is not committed, the feed keeps the batch, and returns it again. The loader
 of a slot is torchdata's `StatefulDataLoader`. Its state is taken after the last batch of each step.
 
 A loader that is opened at a state may read other batches than a loader that was never closed. The
-feed looks for that. Each entry of the ledger has the mark of the batch after it, if that batch was
-read ahead. When the feed opens a slot, it compares the mark of the first batch, and emits an event
-with the result.
+feed looks for that. The *mark* of a batch is its checksum and the number of its labels. Each entry
+of the ledger has the mark of the batch after it, if that batch was read ahead. When the feed opens
+a slot, it compares the mark of the first batch, and emits an event with the result.
 
 See docs/data.md.
 """

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The fragments of Streaming DiLoCo (arXiv 2501.18512): which parameters are exchanged together.
 
+A fragment consists of whole *blocks*: numbered layers, or other children of the model.
+
 See docs/semi_sync.md.
 """
 

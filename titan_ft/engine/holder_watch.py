@@ -31,22 +31,22 @@ class HolderWatch:
         self._group = group
         self._outsiders = OutsiderWatch(rounds, group, _WAITS_FOR_OUTSIDERS)
         # Time of the last sign; None = the last round had a holder.
-        self._alone_since: float | None = None
+        self._last_sign_at: float | None = None
 
     def reset(self) -> None:
-        """Forget the former heal."""
-        self._alone_since = None
+        """Begin to measure anew, at the start of a heal."""
+        self._last_sign_at = None
         self._outsiders.forget()
         self._position.set_no_holder_seconds(0.0)
 
     def look_for_holders(self, made: Round) -> None:
         """Look whether a round had a holder, and update the position's `no_holder_seconds`."""
         if made.verdict.holders:
-            self._alone_since = None
+            self._last_sign_at = None
             self._position.set_no_holder_seconds(0.0)
             return
         now = self._group.clock()
         # A living group outside of the quorum may be a holder, so it is a sign.
-        if self._alone_since is None or self._outsiders.has_any(made):
-            self._alone_since = now
-        self._position.set_no_holder_seconds(now - self._alone_since)
+        if self._last_sign_at is None or self._outsiders.has_any(made):
+            self._last_sign_at = now
+        self._position.set_no_holder_seconds(now - self._last_sign_at)

@@ -2,13 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pack the state of a data loader for other groups, and unpack theirs.
 
-Replica groups send each other the states of their loaders with every exchange and in every heal,
-and checkpoints hold them, so a state comes from another process. It is unpacked without running
-code: `torch.load(weights_only=True)`. This module additionally allows NumPy's types (`_NUMPY`) and
-a few of the standard library's (`_STANDARD`). A state that could not be unpacked would end each
-group that heals, hours after it was saved. `save_loader` therefore reads each state back. It leaves
-that out only for a state of plain values, as those of torchtitan's text data are: reading 4 kB back
-takes 1.2 ms, packing 0.3.
+The *state* of a loader is its position in the data. Replica groups send each other the states of
+their loaders with every exchange and in every heal, and checkpoints hold them. So a state comes
+from another process, and must be unpacked without running code: `torch.load(weights_only=True)`.
+This module additionally allows NumPy's types (`_NUMPY`) and a few of the standard library's
+(`_STANDARD`).
+
+A state that could not be unpacked would end each group that heals, hours after the state was saved.
+So `save_loader` unpacks each state once before it returns. Only a state of plain values is not
+unpacked, because that takes time: 1.2 ms for 4 kB, where packing takes 0.3. The states of
+torchtitan's text data are of this kind.
 """
 
 from __future__ import annotations
@@ -56,12 +59,13 @@ _STANDARD: list[Any] = [
 _PLAIN: frozenset[object] = frozenset({type(None), bool, int, float, str, list, tuple, dict})
 """Kinds of values that can always be unpacked; see `_kinds_in`."""
 _MAX_DEPTH = 200
-"""Levels of a state. pickle fails near a thousand levels, less the frames of its callers."""
+"""Most levels of a state. pickle fails near a thousand levels, less the frames of its callers."""
 _MAX_BITS = 2031
-"""Of an int. pickle writes longer ones with an opcode that `weights_only` lacks."""
+"""Most bits of an int. pickle writes longer ones with an opcode that `weights_only` lacks."""
 _MAX_PLACE = 80
-"""Characters after which the place of a value that is nested too deeply ends."""
-_DEFAULT_REMEDY = "generator.bit_generator.state"
+"""A message names the keys on the way to a value that is nested too deeply, up to this many
+characters."""
+_DEFAULT_REMEDY = "generator.bit_generator.state"  # example of a plain value, for a message
 
 
 class LoaderStateError(ConfigError, TypeError):
@@ -260,9 +264,10 @@ def _find_refused(place: str, value: Any) -> tuple[str, Any]:
     for key, item in _children(value):
         if not _survives_packing(item):
             found = f"{place}[{key!r}]"
-            # The innermost value that is nested too deeply would have a place of thousands of keys.
-            is_whole = not isinstance(item, Mapping) or len(found) > _MAX_PLACE
-            if is_whole and _is_too_deep(item):
+            # Without this end, the place of a value that is nested too deeply would have thousands
+            # of keys.
+            ends_here = not isinstance(item, Mapping) or len(found) > _MAX_PLACE
+            if ends_here and _is_too_deep(item):
                 return found, item
             return _find_refused(found, item)
     return place, value

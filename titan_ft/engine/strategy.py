@@ -142,7 +142,7 @@ class StepStrategy:
     """Makes one update from each step.
 
     Gradients are exchanged during backward, and the optimizer applies their mean. `RoundStrategy`
-    overrides the methods in which a round of several steps differs.
+    overrides the methods in which a round of local steps differs.
 
     The trainer calls all methods on the training thread. Only `find_uncommitted` may run on any
     thread. If `apply` fails, the process ends, because the model may have a part of the update.

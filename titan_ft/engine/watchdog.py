@@ -2,7 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """End this process when its training thread hangs.
 
-Otherwise its heartbeats would go on, and the other groups would wait for it. See docs/failures.md.
+Otherwise its heartbeats would go on, and the other groups would wait for it. The training thread
+*beats* when it makes progress, such as a forward. While it waits for others, the watchdog is
+*paused*.
+
+See docs/failures.md.
 """
 
 from __future__ import annotations
