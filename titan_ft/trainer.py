@@ -449,7 +449,7 @@ class ReplicaTrainer(HostTrainer):
         is_first = self.step == 1
         self._make_update()
         # torchtitan shortens the timeouts at the end of its step 1. A group that heals, or makes a
-        # round of local steps, ends its first update on a later step.
+        # round of local steps, ends its first update on a later step, so do it here.
         if is_first and self.step != 1:
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             set_pg_timeouts(timeout, self.parallel_dims)
@@ -473,6 +473,7 @@ class ReplicaTrainer(HostTrainer):
         # way. Their time belongs to this update.
         started_at -= work.compute_seconds
         contribution = strategy.train(replica.slots_to_read(), replica.arm)
+        # If other groups wait for this one, they log this activity as the reason.
         contribution = replace(contribution, activity=work.main_activity)
         committed = replica.commit(contribution, strategy.train, strategy.discard)
         if committed is None:
