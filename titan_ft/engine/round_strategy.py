@@ -347,7 +347,7 @@ class RoundStrategy(StepStrategy):
             self._exchanges_at_once = False
             self._give_changes(update)
             # The change includes the steps that were made ahead, and their tokens are in its
-            # weight. So the contribution must have their batches: they would be trained twice.
+            # weight. So the contribution has their batches. Otherwise they would be trained twice.
             return replace(
                 self._build_contribution(),
                 unfinished=True,

@@ -38,7 +38,7 @@ def say(text): print(text, flush=True)
 def drain(timeout, rank=0, num_ranks=1):
     store = FolderStore(pathlib.Path(sys.argv[1]))
     control = ControlTree(rank, num_ranks, host="127.0.0.1", token="token", store=store, key="group/0")
-    made = Drain(control, rank=rank, num_ranks=num_ranks,
+    made = Drain(control, num_ranks=num_ranks,
                  timeout_seconds=timeout, on_abandon=lambda reason: say(f"abandoned: {reason}"))
     made.install()
     return made
