@@ -8,8 +8,8 @@ heals and a third one leaves. `protocol/decision.py` decides what a group does a
 
 Terms:
 
-- A *quorum* is the list of the groups that take part in a round. The lighthouse, a server for all
-  groups, answers the quorum requests of these groups at the same moment.
+- A *quorum* is the list of the groups that take part in a round, its *members*. The lighthouse, a
+  server for all groups, answers the quorum requests of the members at the same moment.
 - In the *exchange*, each group gives its gradients, or nothing, to the sums. It sends one *row* of
   facts to all others.
 - A round *works* if the exchange worked on all ranks of this group (`Round`). Otherwise it *broke*
@@ -162,6 +162,7 @@ class Rounds:
         # In a long round, a joiner needs no quorum to get the state (`copy_for_joiner`).
         can_grow = self._config.group_size > 1 and not self._strategy.has_long_rounds
         may_grow = ahead and can_grow
+        # The other groups compare `claimed_step` with their own step, to find out who is behind.
         self._membership.request_quorum(self._position.claimed_step, may_grow=may_grow)
 
     @property
@@ -366,6 +367,8 @@ class Rounds:
         # newcomer had the same state, the step would wait for it, although it has no gradients.
         if not self.quorum_requested:
             self.request_quorum()
+        # If a member holds more updates than `newest_step`, this group is behind, and its gradients
+        # do not count.
         self._exchange.launch_for_backward(self._position.newest_step)
 
     def launch_with(self, contribution: Contribution) -> None:
@@ -470,8 +473,9 @@ class Rounds:
         self._last_members = frozenset(quorum.members)
         self.last_round = made
         self._position.observe(made)
-        # A stray at the same step has other bytes or another lineage. A stray at another step may
-        # be sound: the last exchange worked for it and broke for others, or the other way round.
+        # With a tie, the bytes differ and there is no majority. A stray at the same step has other
+        # bytes or another lineage. A stray at another step may be sound: the last exchange worked
+        # for it and broke for others, or the other way round.
         has_mismatch = any(made.rows[rank].step == verdict.step for rank in verdict.strays)
         if verdict.tie or has_mismatch:
             self._report_mismatch(made)
