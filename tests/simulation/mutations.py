@@ -849,7 +849,7 @@ def excluded_group_keeps_moments(patch: Patch) -> None:
     """A group whose change was not finite keeps its moments."""
 
     def meet(self: round_strategy.RoundStrategy) -> bool:
-        return not self._is_over and self._open_round()
+        return not self._job_is_over and self._meet_in_opening_rounds()
 
     substitute(patch, round_strategy.RoundStrategy, "meet_after_update", meet)
 
