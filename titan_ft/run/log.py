@@ -325,10 +325,11 @@ def read_history(folder: Path, positions: Mapping[str, ReadPosition] | None = No
     for path in event_files(folder):
         start = (positions or {}).get(path.name, ReadPosition())
         position = msgspec.structs.replace(start)  # A copy: the caller's position does not move.
-        block = _read_block_at(path, position)
-        while block.lines:
-            events.extend(_decode_lines(path, position, block.lines))
-            block = _read_block_at(path, position)
+        with open_lines(path) as file:
+            block = _read_block_at(file, path, position)
+            while block.lines:
+                events.extend(_decode_lines(path, position, block.lines))
+                block = _read_block_at(file, path, position)
         is_empty = position.num_bytes == 0 and not block.rest
         if block.rest or is_empty:
             cut_files.append(path.name)
@@ -352,20 +353,22 @@ def stream_events(path: Path, position: ReadPosition) -> Iterator[Event]:
         ValueError: a line is no event. The error names the line.
     """
     while True:
-        lines = _read_block_at(path, position).lines
+        # Opened for each block: a run may have more files than a process may keep open.
+        with open_lines(path) as file:
+            lines = _read_block_at(file, path, position).lines
         if not lines:
             return
         yield from _decode_lines(path, position, lines)
 
 
-def _read_block_at(path: Path, position: ReadPosition) -> Block:
-    """Read some lines at `position`, and do not advance it.
+def _read_block_at(file: IO[bytes], path: Path, position: ReadPosition) -> Block:
+    """Read some lines of the open file at `position`, and do not advance it.
 
     Raises:
         ValueError: the first line is too long. The error names the file and the line.
     """
     try:
-        return read_block(path, position.num_bytes)
+        return read_block(file, position.num_bytes)
     except LongLineError as error:
         raise ValueError(f"{path}:{position.num_lines + 1} {error}") from None
 
@@ -407,8 +410,8 @@ class LongLineError(ValueError):
         super().__init__(f"must be at most {MAX_LINE_BYTES >> 20} MiB long; remove it")
 
 
-def read_block(path: Path, start: int, *, stops_at_zero: bool = False) -> Block:
-    """Read some lines of a file from byte `start` on; every reader of event files uses this.
+def read_block(file: IO[bytes], start: int, *, stops_at_zero: bool = False) -> Block:
+    """Read some lines of an open file from byte `start` on; every reader of event files uses this.
 
     A block is small unless its first line is long, so that no file can fill the memory.
 
@@ -416,20 +419,18 @@ def read_block(path: Path, start: int, *, stops_at_zero: bool = False) -> Block:
         stops_at_zero: True to read no further than the first zero byte.
 
     Raises:
-        OSError: see `open_lines`.
+        OSError: the file cannot be read.
         LongLineError: the line at `start` is longer than `MAX_LINE_BYTES`.
     """
-    # Opened for each block: a run may have more files than a process may keep open.
-    with open_lines(path) as file:
-        file.seek(start)
-        data = file.read(_BLOCK_BYTES)
+    file.seek(start)
+    data = file.read(_BLOCK_BYTES)
+    if stops_at_zero:
+        data = data.partition(b"\0")[0]
+    if len(data) == _BLOCK_BYTES and b"\n" not in data:
+        # Rare: a line that is longer than a block.
+        data += file.readline(MAX_LINE_BYTES + 1 - len(data))
         if stops_at_zero:
             data = data.partition(b"\0")[0]
-        if len(data) == _BLOCK_BYTES and b"\n" not in data:
-            # Rare: a line that is longer than a block.
-            data += file.readline(MAX_LINE_BYTES + 1 - len(data))
-            if stops_at_zero:
-                data = data.partition(b"\0")[0]
     lines, newline, rest = data.rpartition(b"\n")
     if not newline and len(rest) > MAX_LINE_BYTES:
         raise LongLineError

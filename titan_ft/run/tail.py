@@ -79,7 +79,9 @@ class FileTail:
             self.is_cut = size != self._offset or not size
             if size <= self._awaited or (self._is_zero_awaited and self._is_still_zero()):
                 return b""
-            block = read_block(self._path, self._offset, stops_at_zero=self._only_grows)
+            # Opened for each block: a run may have more files than a process may keep open.
+            with open_lines(self._path) as file:
+                block = read_block(file, self._offset, stops_at_zero=self._only_grows)
         except OSError:
             # The file is missing, or a network file system does not answer at the moment.
             return b""
