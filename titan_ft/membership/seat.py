@@ -129,6 +129,23 @@ class _MovedError(Exception):
     """The seat has moved to another lighthouse, so do not wait for the former one's answer."""
 
 
+def _pause_before_retry(lighthouse: LighthouseAddress, seconds: float) -> None:
+    """Wait for some seconds; end early if a file names another lighthouse.
+
+    Without the early end, a lighthouse that announces itself in the file during the pause would
+    stay unnoticed for up to `_MAX_REPEAT_SECONDS`.
+    """
+    if not lighthouse.is_file:
+        time.sleep(seconds)  # Nothing is looked up meanwhile: a name server may take 5 s.
+        return
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(_REPEAT_SECONDS)
+        found = lighthouse.look()
+        if found and found != lighthouse.place:
+            return
+
+
 class Seat:
     """One rank's end of its group's seat. Call `enter` first.
 
@@ -240,8 +257,9 @@ class Seat:
                     )
                 may_wait = self._lighthouse.is_file or last_refusal
                 if may_wait and time.monotonic() < deadline:
-                    time.sleep(pause)
-                    pause = min(2 * pause, _MAX_REPEAT_SECONDS)
+                    _pause_before_retry(self._lighthouse, pause)
+                    # Only a gate that refuses sees a stranger in each attempt.
+                    pause = min(2 * pause, _MAX_REPEAT_SECONDS) if is_refused else _REPEAT_SECONDS
                     continue
                 if is_refused:
                     raise TokenRefusedError(

@@ -77,3 +77,33 @@ def test_a_group_that_waits_for_another_lighthouse_says_why(
     assert Seat._open_first(this, member) == "opened"
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == ["waiting up to 30 s for another lighthouse: it refuses"]
+
+
+def test_a_lighthouse_that_announces_itself_in_a_pause_is_noticed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After many refusals the pauses are seconds long, and a group must not lose them."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr("titan_ft.membership.seat.time", clock)
+    lighthouse = SimpleNamespace(place="old", is_file=True, may_change=False)
+    lighthouse.look = lambda: "new" if now >= 20.3 else "old"
+
+    def check_token() -> None:
+        if lighthouse.place == "old":
+            raise TokenRefusedError("it refuses")
+
+    this: Any = SimpleNamespace(
+        _config=SimpleNamespace(start_timeout_seconds=30.0),
+        _lighthouse=lighthouse,
+        open=lambda member: "opened",
+        _check_token=check_token,
+    )
+    member: Any = None
+    assert Seat._open_first(this, member) == "opened"
+    assert now == pytest.approx(20.3, abs=0.2)
