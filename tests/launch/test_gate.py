@@ -261,14 +261,17 @@ def test_a_held_connection_shows_the_lighthouses_end(
     address = LighthouseAddress(f"file:{tmp_path / 'announced'}", TOKEN)
     address.wait(DEADLINE)
     follower = LighthouseFollower(address, 0, lambda place: False)
-    wait_for(lambda: follower._line is not None, "the connection")
-    line = follower._line
-    with lighthouse.connect() as stranger:
-        assert is_closed(stranger)  # after its two seconds
-    assert follower._line is line
-    lighthouse.process.send_signal(signal.SIGKILL)
-    wait_for(lambda: follower._line is not line, "the follower sees it")
-    follower.close()
+    try:
+        wait_for(lambda: follower._connection is not None, "the connection")
+        connection = follower._connection
+        with lighthouse.connect() as stranger:
+            assert is_closed(stranger)  # after its two seconds
+        assert follower._connection is connection
+        lighthouse.process.send_signal(signal.SIGKILL)
+        wait_for(lambda: follower._connection is not connection, "the follower sees it")
+    finally:
+        # Left running, its thread fails the simulations of this process: they replace `os`.
+        follower.close()
 
 
 def test_without_a_token(tmp_path: Path) -> None:

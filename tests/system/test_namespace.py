@@ -57,13 +57,16 @@ def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
     open_to_all(tmp_path)
     own_file, refused = tmp_path / "file", tmp_path / "refused"
 
-    def listen() -> int:
+    # Bound outside and not listening: no other process listens at the port there.
+    reserved = socket.socket()
+    reserved.bind(("127.0.0.1", 0))
+    address = reserved.getsockname()
+
+    def listen() -> None:
         enter_network_namespace()
-        server = socket.create_server(("127.0.0.1", 0))
-        with socket.create_connection(server.getsockname()[:2]):  # the loopback is up
-            port: int = server.getsockname()[1]
-            servers.append(server)
-            return port
+        server = socket.create_server(address)
+        socket.create_connection(address).close()  # the loopback is up
+        servers.append(server)
 
     servers: list[socket.socket] = []
 
@@ -71,12 +74,13 @@ def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
         if refusal := allow_namespaces():
             refused.write_text(refusal)
             return
-        port = call_aside(listen, "inside").result(20.0)
-        assert socket.socket().connect_ex(("127.0.0.1", port)) != 0
+        call_aside(listen, "inside").result(20.0)
+        assert socket.socket().connect_ex(address) != 0
         own_file.write_text("written outside")
         assert (os.getuid(), own_file.stat().st_uid) == (user, user)
 
     in_child(call, user)
+    reserved.close()
     if refused.exists():
         pytest.skip(f"this system allows no network namespaces: {refused.read_text()}")
     assert own_file.stat().st_uid == user
