@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import urllib
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -775,7 +776,7 @@ def _replacements() -> dict[int, Any]:
         (concurrent, Module("concurrent", futures=FUTURES)),
         (os, OS),
         (socket, SOCKET),
-        (urllib, Module("urllib", request=URLLIB_REQUEST)),
+        (urllib, Module("urllib", request=URLLIB_REQUEST, error=urllib.error)),
         (urllib.request, URLLIB_REQUEST),
         (uuid, UUID),
         (faulthandler, FAULTHANDLER),
