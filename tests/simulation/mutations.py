@@ -545,7 +545,7 @@ def broken_count_is_believed(patch: Patch) -> None:
     """The exchange believes a count of givers that has broken."""
 
     def agree(former: Callable[..., Any], self: Any) -> Any:
-        with lent(self._operations, _raise_errored=lambda: None):
+        with lent(self._operations, _raise_nccl_error=lambda: None):
             return former(self)
 
     around(patch, Flight, "_agree_on_fragments", agree)
