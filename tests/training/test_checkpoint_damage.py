@@ -30,7 +30,13 @@ from torchtitan.config import Checkpoint  # noqa: E402
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.training.checkpoint import choice as checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import damage as checkpoint_damage  # noqa: E402
-from titan_ft.training.checkpoint.choice import LoadError, LoadRequest, agree_on_step  # noqa: E402
+from titan_ft.training.checkpoint.choice import (  # noqa: E402
+    LoadError,
+    LoadRequest,
+    NoCheckpointError,
+    agree_on_step,
+    read_on_all_ranks,
+)
 from titan_ft.training.checkpoint.damage import NOTES, find_defect  # noqa: E402
 from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, Manifest, complete_steps  # noqa: E402
 from titan_ft.training.checkpoint.reader import CheckpointReader  # noqa: E402
@@ -839,3 +845,40 @@ def test_a_save_that_cannot_be_read_back_is_not_published(
     assert complete_steps(run.folder) == [5]
     run.train(15)
     assert complete_steps(run.folder) == [5, 15]
+
+
+def classes_raised(errors: list[Exception | None]) -> list[type[Exception] | None]:
+    """Return what each rank raises if reading fails on the ranks by these errors."""
+    sent: list[int] = []
+
+    def run(rank: int, gather: Callable[[int], list[int]]) -> type[Exception] | None:
+        def act() -> None:
+            error = errors[rank]
+            if error is not None:
+                raise error
+
+        try:
+            read_on_all_ranks(act, "folder", gather)
+        except Exception as raised:  # noqa: BLE001
+            return type(raised)
+        return None
+
+    def note(value: int) -> list[int]:
+        sent.append(value)
+        return [value]
+
+    for rank in range(len(errors)):
+        run(rank, note)
+    return [run(rank, lambda value: sent) for rank in range(len(errors))]
+
+
+@pytest.mark.parametrize("other", [OSError("gone"), ConfigError("wrong")])
+def test_all_ranks_of_a_group_say_that_there_is_no_checkpoint_or_none_does(
+    other: Exception,
+) -> None:
+    """After NoCheckpointError a rank asks for a heal, with its group. Alone it would wait there."""
+    missing = NoCheckpointError("a link")
+    assert classes_raised([None, missing, None]) == [NoCheckpointError] * 3
+    expected = ConfigError if isinstance(other, ConfigError) else LoadError
+    for errors in ([missing, other, None], [other, missing, None], [None, missing, other]):
+        assert classes_raised(errors) == [expected] * 3

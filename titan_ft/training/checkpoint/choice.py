@@ -228,6 +228,8 @@ def read_on_all_ranks(act: Callable[[], T], folder: str, gather: Gather) -> T:
     Raises:
         ConfigError: `act` raised it on some rank. A failed rank raises its own error. The others
             raise the class of the first failed rank.
+        NoCheckpointError: `act` raised it on every failed rank. After it the caller may go on to
+            collectives, so either all ranks raise it or none does.
         LoadError: `act` raised any other error on some rank.
     """
     error: Exception | None = None
@@ -236,7 +238,13 @@ def read_on_all_ranks(act: Callable[[], T], folder: str, gather: Gather) -> T:
     except Exception as raised:  # noqa: BLE001
         # Any exception: `act` may unpickle a damaged file. Raised below, when all ranks know.
         error = raised
-    failures = gather(_FAILURE_CLASSES.index(_class_of_failure(error)))
+    failures = [
+        _FAILURE_CLASSES[index]
+        for index in gather(_FAILURE_CLASSES.index(_class_of_failure(error)))
+    ]
+    final = next((each for each in failures if each not in (None, NoCheckpointError)), None)
+    if isinstance(error, NoCheckpointError) and final is not None:
+        raise final(str(error)) from error
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
@@ -244,8 +252,8 @@ def read_on_all_ranks(act: Callable[[], T], folder: str, gather: Gather) -> T:
             f"checkpoint: {folder} cannot be read: {str(error) or type(error).__name__}"
         ) from error
     for rank, failure in enumerate(failures):
-        error_class = _FAILURE_CLASSES[failure]
-        if error_class is not None:
+        if failure is not None:
+            error_class = final or failure
             raise error_class(
                 f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its "
                 "log"
