@@ -464,3 +464,21 @@ def test_a_planted_record_fills_no_memory(tmp_path: Path, monkeypatch: pytest.Mo
         assert peak < 1 << 20
         assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
         assert (folder / kept.FILE).stat().st_size < 1 << 30
+
+
+def test_a_record_that_has_its_full_size_stays_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger than a reader takes, it would be made anew at each look at the run."""
+    run = plain_run()
+    folder = write(run, tmp_path)
+    kept.keep(folder)
+    full = (folder / kept.FILE).read_bytes()
+    monkeypatch.setattr(kept, "MAX_KEPT_BYTES", len(full))
+    run.steps(NUM_STEPS)
+    run.finish()
+    write(run, tmp_path)
+    kept.keep(folder)
+    assert (folder / kept.FILE).read_bytes() == full
+    assert kept._load(folder) is not None
+    assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))

@@ -416,6 +416,9 @@ def _store(folder: Path, found: _KeptRun) -> None:
     numbers = (len(index), len(part), zlib.crc32(body))
     frame = b"".join(number.to_bytes(_NUMBER_BYTES, "big") for number in numbers) + body
     path = folder / FILE
+    if (found.num_bytes or len(_head())) + len(frame) > MAX_KEPT_BYTES:
+        # `_load` would refuse the file. Without the frame it stays of use.
+        return
     if not found.num_bytes:
         write_whole(path, _head() + frame)
         return
