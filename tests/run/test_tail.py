@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -421,3 +422,13 @@ def test_a_folder_that_cannot_be_listed_for_a_moment(
         found = steps(tail)
     log.emit(hung(3))
     assert [*found, *steps(tail)] == [2, 3]
+
+
+def test_events_of_another_version_are_no_damage(tmp_path: Path) -> None:
+    """A reader of another version would give the file up, and miss how its group ended."""
+    good = encode(build(Hung, time=1.0, step=7))
+    other = json.dumps({**json.loads(good), "step": "seven"}).encode() + b"\n"
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(other * (tail_module.MAX_DAMAGED_LINES + 1) + good)
+    tail = tail_module.EventFileTail(path)
+    assert [event.step for event in tail.poll() if isinstance(event, Hung)] == [7]

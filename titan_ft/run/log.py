@@ -235,6 +235,10 @@ def encode(event: Event) -> bytes:
     return msgspec.json.format(line, indent=0) + b"\n"
 
 
+class DamagedLineError(ValueError):
+    """A line is no event. No version of this package wrote it in whole."""
+
+
 def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     """Return the event of a line; None if its class is not wanted, or unknown to this version.
 
@@ -242,12 +246,13 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
         wanted: classes of events that the caller wants; empty for all.
 
     Raises:
-        ValueError: the line is no event, or its fields are not those of its class; names the field.
+        DamagedLineError: the line is no event.
+        ValueError: its fields are not those of its class. The error names the field.
     """
     try:
         head = _LINE_START.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
+        raise DamagedLineError(
             f"must be a JSON object with time and event, got {line[:80]!r}; remove it to read the "
             "rest"
         ) from error

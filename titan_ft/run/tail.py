@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from titan_ft.run.events import Event
-from titan_ft.run.log import MAX_LINE_BYTES, LongLineError, decode, open_lines, read_block
+from titan_ft.run.log import (
+    MAX_LINE_BYTES,
+    DamagedLineError,
+    LongLineError,
+    decode,
+    open_lines,
+    read_block,
+)
 from titan_ft.system.ownership import only_files
 
 MAX_DAMAGED_LINES = 1000
@@ -129,11 +136,14 @@ class EventFileTail:
             for line in lines.splitlines():
                 try:
                     event = decode(line, *self._wanted)
-                except ValueError:
+                except DamagedLineError:
                     self._num_damaged += 1
                     if self._num_damaged >= MAX_DAMAGED_LINES:
                         return
                     continue
+                except ValueError:
+                    # Another version wrote the line. The file may have more of them, and good ones.
+                    event = None
                 self._num_damaged = 0
                 if event is not None:
                     yield event

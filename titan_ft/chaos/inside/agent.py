@@ -92,15 +92,20 @@ class ChaosAgent:
 
     def _follow(self) -> None:
         while not self._worker.closing.wait(_POLL_SECONDS):
-            for line in self._tail.poll().splitlines():
-                try:
-                    self._take(msgspec.json.decode(line, type=Order))
-                # This is the end of a thread: whatever a fault raises, training goes on.
-                except Exception:
-                    logger.exception("this order could not be carried out: %r", line)
+            # Each call returns a block of lines, until it returns none.
+            for lines in iter(self._tail.poll, b""):
+                for line in lines.splitlines():
+                    self._carry_out(line)
             for task in self._waiting:
                 task.expire()
             self._waiting = [task for task in self._waiting if task.waits]
+
+    def _carry_out(self, line: bytes) -> None:
+        try:
+            self._take(msgspec.json.decode(line, type=Order))
+        # This is the end of a thread: whatever a fault raises, training goes on.
+        except Exception:
+            logger.exception("this order could not be carried out: %r", line)
 
     def _take(self, order: Order) -> None:
         if not self._is_for_me(order):
