@@ -60,8 +60,8 @@ def name() -> str:
 def memory_bytes() -> int | None:
     """Return the bytes of memory that this process uses; None if the machine does not report it.
 
-    On an accelerator, this is the peak of torch's allocator since torchtitan's last line of metrics,
-    as in that line. On a CPU, it is the present resident memory.
+    On an accelerator, this is the peak of torch's allocator since torchtitan's last line of
+    metrics, as in that line. On a CPU, it is the present resident memory.
     """
     if not on_cpu():
         return int(torch.accelerator.max_memory_reserved())
@@ -149,8 +149,8 @@ _DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _DUMP_TIME = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _DUMP_MS = 5000
 """Default of `_DUMP_TIME`. If a collective inside a group hangs, torch's watchdog dumps a flight
-record (the last collectives), waits four times this long for the dump, and ends the process. With 0,
-torch began two dumps into one file, and the process ended before the first dump was complete."""
+record (the last collectives), waits four times this long for the dump, and ends the process. With
+0, torch began two dumps into one file, and the process ended before the first dump was complete."""
 NO_DUMPS = {_DUMPS: "0", _DUMP_TIME: "0"}
 """The environment while torch makes the process group of the exchange.
 
@@ -167,8 +167,8 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
     """Return the environment variables for NCCL between the groups.
 
     They must be set before the first communicator is made. By default, torch ends the process when
-    another group is lost, or lets the process wait. torch reads the variables for all communicators,
-    also for those inside the group (docs/gpu.md, "NCCL between the groups").
+    another group is lost, or lets the process wait. torch reads the variables for all
+    communicators, also for those inside the group (docs/gpu.md, "NCCL between the groups").
 
     Args:
         environ: the user's environment. Values that do no harm stay.

@@ -74,7 +74,7 @@ class Agents:
         return any(not pending.starts for pending in self._pending.values())
 
     def order(self, aimed: Injection) -> None:
-        """Order the agents of the targets to act. For a donor, the next group that serves its state.
+        """Order the agents of the targets to act. A donor is the next group to serve its state.
 
         Raises:
             Unreachable: the order could not be written.

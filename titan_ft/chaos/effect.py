@@ -10,7 +10,7 @@ from titan_ft.faults.fault import Ending, Fault
 from titan_ft.run.events import Target
 
 SETTLE_SECONDS = 15.0
-"""If a group still commits this long after a fault that should end its workers, the fault failed."""
+"""A fault that should end a group's workers failed if the group commits this long after it."""
 GIVE_UP_SECONDS = 300.0
 """Longest wait for the end of an effect after it is due. A longer wait would block the schedule."""
 

@@ -125,8 +125,8 @@ class RunningJob:
     """A running job as its events show it.
 
     `ChaosRunner` and `JobFollower` call all methods on one thread. They give each event to
-    `observe`, and an event may come twice. A new launch in the same folder is a new job: all effects
-    are forgotten.
+    `observe`, and an event may come twice. A new launch in the same folder is a new job: all
+    effects are forgotten.
 
     Args:
         find_lighthouse_pid: returns the pid of the job's lighthouse on this host; None if there is

@@ -56,7 +56,7 @@ class Outcomes:
     def announce_injection(
         self, fault: str, target: Target, shot: Shot, params: Mapping[str, float | str]
     ) -> None:
-        """Write the event just before a target is hit. Agents write the events of their own faults."""
+        """Write the event just before a target is hit. Agents write those of their own faults."""
         event = FaultInjected(
             fault=fault, target=target, seed=shot.seed, shot=shot.number, params=dict(params)
         )

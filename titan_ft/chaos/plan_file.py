@@ -68,7 +68,8 @@ def load_plan(path: Path, seed: int | None = None) -> Plan:
     """Read a plan from TOML.
 
     Args:
-        path: the file, or the name of a packaged plan. Paths in the file are relative to its folder.
+        path: the file, or the name of a packaged plan. Paths in the file are relative to its
+            folder.
         seed: replaces the file's seed. Without either, a new seed is drawn.
 
     Raises:
@@ -214,7 +215,7 @@ def _trace_entry(name: str, time: str, fault: str, target: str, params: str = ""
 def number(text: str) -> float | str:
     """Return the number in a text, an int for whole numbers; else the text.
 
-    The check of the field that gets the value refuses the text, with a message that names the field.
+    The check of the field that gets the value refuses the text. Its message names the field.
     """
     try:
         value = float(text)

@@ -24,15 +24,16 @@ from titan_ft.run.log import EventLog
 class ChaosRunner:
     """Injects the faults of a plan into a running job.
 
-    The launcher or `titan-ft chaos` calls it, on one thread: `observe` with each event, `poll` about
-    ten times a second, and `close` at the end. `close` continues all stopped processes. See
+    The launcher or `titan-ft chaos` calls it, on one thread: `observe` with each event, `poll`
+    about ten times a second, and `close` at the end. `close` continues all stopped processes. See
     docs/chaos.md.
 
     Args:
         processes: delivers signals.
         orders: the file of orders for agents.
         events: log of the runner's events.
-        find_lighthouse_pid: returns the process of the job's lighthouse on this host; None = there is none.
+        find_lighthouse_pid: returns the process of the job's lighthouse on this host; None = there
+            is none.
         clock: returns monotonic seconds, for the schedule.
         wall: returns Unix seconds, to compare with the times of events.
         wait_for_all: True starts the schedule when all groups have trained together; False with the

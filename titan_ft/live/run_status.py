@@ -199,8 +199,8 @@ class RunStatus:
 
     @property
     def end(self) -> str:
-        """Why the run is over; empty while it goes on. A run without a launcher ends when all of its
-        groups have ended.
+        """Why the run is over; empty while it goes on. A run without a launcher ends when all of
+        its groups have ended.
         """
         if self.fold.launch_end is not None:
             return self.fold.launch_end.reason or "the launcher ended"

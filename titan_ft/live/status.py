@@ -304,7 +304,7 @@ _WRITTEN_BY_ALL_GROUPS = (
     ev.Waiting,
     ev.WaitingToEnd,
 )
-"""All groups that train write these events about the same occurrence. One group's line is enough."""
+"""All training groups write these events about one occurrence. One group's line is enough."""
 
 
 def describe_event(states_before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | None:

@@ -56,7 +56,9 @@ class Connection:
 
 
 Choice = Callable[[Collection[Connection]], set[int]]
-"""Maps the sockets of this host to inodes that lose packets. Those of other processes are ignored."""
+"""Maps the sockets of this host to inodes that lose packets. Those of other processes are
+ignored.
+"""
 
 
 class Blackhole:
@@ -178,12 +180,12 @@ def all_but(own_pids: Collection[int] = (), spared: Collection[tuple[str, int]] 
 
 def connections_here() -> list[Connection]:
     """Return the TCP sockets of this network namespace that belong to processes."""
-    # Linux returns the table a page at a time, and remembers its place as a bucket and a position in
-    # the bucket. If another connection of the bucket closes between two pages, the next connection
-    # is missed. With a table of 16 buckets, 2 to 4 reads of 100 missed a connection that was open
-    # all the time. A missed connection to a peer would keep its packets. So the table is read twice.
-    # Beside a process that opens and closes a thousand connections that is not enough: see
-    # `_MAX_LOOKS`.
+    # Linux returns the table a page at a time, and remembers its place as a bucket and a position
+    # in the bucket. If another connection of the bucket closes between two pages, the next
+    # connection is missed. With a table of 16 buckets, 2 to 4 reads of 100 missed a connection that
+    # was open all the time. A missed connection to a peer would keep its packets. So the table is
+    # read twice. Beside a process that opens and closes a thousand connections that is not enough:
+    # see `_MAX_LOOKS`.
     found = dict.fromkeys(_read_table())
     found.update(dict.fromkeys(_read_table()))
     return list(found)
@@ -196,7 +198,8 @@ def _read_table() -> Iterator[Connection]:
         lines = path.read_text().splitlines()[1:] if path.exists() else []
         for line in lines:
             _, local, peer, state, _, _, _, _, _, inode, *_ = line.split()
-            # Sockets in TIME_WAIT belong to no process. Parsing 13,000 of them delayed a fault by 20 s.
+            # Sockets in TIME_WAIT belong to no process. Parsing 13,000 of them delayed a fault by
+            # 20 s.
             if inode == "0":
                 continue
             yield Connection(_parse(local), _parse(peer), int(state, 16), int(inode))
@@ -280,7 +283,7 @@ def _parse(endpoint: str) -> Endpoint:
 def _plain(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an IPv4-mapped IPv6 address as IPv4: one end may see the mapped form, the other not."""
+    """Return an IPv4-mapped IPv6 address as IPv4. One end may see the mapped form only."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 

@@ -104,7 +104,7 @@ class PeerConnections:
         return chosen
 
     def _remote_addresses(self, workers: Collection[Location]) -> set[str]:
-        """Return the addresses of the peer's workers on other hosts, whose pids mean nothing here."""
+        """Return the peer's addresses on other hosts, whose pids mean nothing here."""
         here = this_host("net", "pid")
         of_peer = [worker for worker in workers if worker.replica == self._peer]
         return {worker.address for worker in of_peer if worker.host != here}

@@ -171,8 +171,8 @@ class TargetWorker:
         """Flip one bit in one of the shards. The order's seed chooses shard and element.
 
         Args:
-            significance: the bit's weight is 2**-significance of the mantissa, or that of the lowest
-                bit if the type has fewer.
+            significance: the bit's weight is 2**-significance of the mantissa, or that of the
+                lowest bit if the type has fewer.
         """
         if not shards:
             task.skip("there is nothing to flip a bit of: this rank holds no such state yet")
@@ -212,7 +212,7 @@ class TargetWorker:
         self._outages.wait_until_over()
 
     def cut_link(self, task: Task, seconds: float, peer: int) -> None:
-        """Lose all packets from a group. The peer does the same, so no data passes in either way."""
+        """Lose all packets from a group. The peer does the same, so no data passes at all."""
 
         def run_outage() -> None:
             connections = PeerConnections(self.folder, peer)

@@ -38,8 +38,8 @@ class HeartbeatWatch:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        # By child, the time of its last answer. Before its first answer, the time at which the child
-        # was added.
+        # By child, the time of its last answer. Before its first answer, the time at which the
+        # child was added.
         self._answered_at: dict[int, float] = {}
         self._unanswered: set[int] = set()  # children that have not answered yet
         self.next_look = math.inf
