@@ -20,8 +20,8 @@ _ASSETS = {"tokenizer": TOKENIZER}
 
 def _configs_folder() -> Path:
     """Return the folder of the packaged configs."""
-    # In a wheel it is titan_ft/configs. In the source tree that is a link to configs, which a copy of
-    # the tree may lack.
+    # In a wheel it is titan_ft/configs. In the source tree that is a link to configs, which a copy
+    # of the tree may lack.
     for parent in (FOLDER.parent, FOLDER.parents[1]):
         if (parent / "configs").is_dir():
             return parent / "configs"

@@ -28,8 +28,8 @@ KNOWN = {
 }
 """Path of the text of each dataset."""
 NUM_SHARDS = 16
-"""Number of shards of a streamed text, as if it were that many files. The data ranks and the workers
-of their loaders share the shards."""
+"""Number of shards of a streamed text, as if it were that many files. The data ranks and the
+workers of their loaders share the shards."""
 BUFFER_SIZE = 100
 """Documents in the shuffle buffer of `austen_shuffled`."""
 
@@ -68,8 +68,8 @@ def load_text(name: str, path: str | None) -> None:
 def load_documents(path: str) -> Any:
     """Return the documents of a text file as a ``datasets.Dataset`` in memory.
 
-    It needs no cache files and no locks. torchtitan can resume such a map-style dataset at the exact
-    place, and splits it among the data ranks into contiguous parts.
+    It needs no cache files and no locks. torchtitan can resume such a map-style dataset at the
+    exact place, and splits it among the data ranks into contiguous parts.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -26,8 +26,8 @@ def read_text(path: Path) -> str:
 def split_documents(text: str, document_chars: int = DOCUMENT_CHARS) -> Iterator[str]:
     """Yield documents: each has some whole paragraphs of the text.
 
-    Each paragraph is on one line, with a blank line between two paragraphs. A chapter heading starts a
-    new document. All words of the text are in the documents, in their order.
+    Each paragraph is on one line, with a blank line between two paragraphs. A chapter heading
+    starts a new document. All words of the text are in the documents, in their order.
 
     Args:
         document_chars: see `DOCUMENT_CHARS`.

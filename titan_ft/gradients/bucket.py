@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Buckets: flat tensors in which the groups sum their gradients.
 
-One collective for a large flat tensor is faster than one for each gradient. So the gradients of some
-parameters are copied into a bucket, the bucket is summed over the groups, and the sums are copied
-back. The buckets have the same contents, in the same order, in all groups.
+One collective for a large flat tensor is faster than one for each gradient. So the gradients of
+some parameters are copied into a bucket, the bucket is summed over the groups, and the sums are
+copied back. The buckets have the same contents, in the same order, in all groups.
 
-A bucket consists of *parts*. Each part is the gradient of one parameter (`Gradient`), or a buffer in
-which the model counts tokens (`CountBuffer`).
+A bucket consists of *parts*. Each part is the gradient of one parameter (`Gradient`), or a buffer
+in which the model counts tokens (`CountBuffer`).
 
 In each exchange, in order of time (`BucketState`):
 
@@ -116,8 +116,8 @@ class Bucket:
     2. the *exact* values, which are never rounded and always fp32: the counts, and one weight for
        each part.
 
-    The mean of a gradient is the sum of the groups' gradients, divided by the sum of their weights. A
-    group without a gradient of a parameter has the weight 0.
+    The mean of a gradient is the sum of the groups' gradients, divided by the sum of their weights.
+    A group without a gradient of a parameter has the weight 0.
 
     Threads: `GradientExchange` and `Sums` call the methods on the training thread, which makes all
     transitions of the state. The exchange's thread (`Flight`) calls `compute_total`. Only the owner
@@ -407,8 +407,8 @@ def _multiply(
 def _upload(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
     """Copy tensors from host memory to the GPU, and multiply them there by their factors.
 
-    The host does not wait if the sources are pinned. A product on the host would need as much memory
-    again, and that memory would not be pinned.
+    The host does not wait if the sources are pinned. A product on the host would need as much
+    memory again, and that memory would not be pinned.
     """
     copied: list[torch.Tensor] = []
     unscaled: list[torch.Tensor] = []  # targets that are multiplied after the copy

@@ -4,8 +4,8 @@
 
 Replica groups train the same model on different batches. In each step they average their gradients.
 (With DiLoCo they average the changes of their weights over several steps. This module treats these
-changes as gradients.) Rank i of all groups hold the same shard of the parameters, so rank i exchanges with rank i of the
-other groups. These ranks are the *members* of one exchange.
+changes as gradients.) Rank i of all groups hold the same shard of the parameters, so rank i
+exchanges with rank i of the other groups. These ranks are the *members* of one exchange.
 
 Terms:
 
@@ -64,9 +64,10 @@ from titan_ft.protocol.member import Quorum
 logger = logging.getLogger(__name__)
 
 _MAX_REHEARSED_VALUES = 64 << 20
-"""Size of the largest tensor with which `rehearse` tries the collectives. The bucket of an unsharded
-embedding has gigabytes, and the GPU may not have as much free memory again. A smaller tensor
-suffices if NCCL chooses the same algorithm for it, as it should for all tensors above this size."""
+"""Size of the largest tensor with which `rehearse` tries the collectives. The bucket of an
+unsharded embedding has gigabytes, and the GPU may not have as much free memory again. A smaller
+tensor suffices if NCCL chooses the same algorithm for it, as it should for all tensors above this
+size."""
 
 
 class HookCalls(enum.Enum):
@@ -112,9 +113,9 @@ class GradientExchange:
     - `launch`, if the gradients are computed already, or if this rank has none;
     - `launch_with_facts`, if gradients and facts are known, and this rank trains on meanwhile.
 
-    Threads: the training thread calls all methods but `rehearse`, and autograd calls the hooks while
-    the training thread waits in the backward. The thread that sets up a new quorum calls `rehearse`.
-    Each exchange makes its collectives on a thread of its own (`Flight`).
+    Threads: the training thread calls all methods but `rehearse`, and autograd calls the hooks
+    while the training thread waits in the backward. The thread that sets up a new quorum calls
+    `rehearse`. Each exchange makes its collectives on a thread of its own (`Flight`).
 
     After `ExchangeError` the process group is aborted and the local gradients are untouched. The
     exchange can then be launched again.
@@ -144,7 +145,8 @@ class GradientExchange:
             group.
 
     Attributes:
-        copy_memory: memory for the copies of sums that this group makes while it heals (`Sums.copy`).
+        copy_memory: memory for the copies of sums that this group makes while it heals
+            (`Sums.copy`).
     """
 
     def __init__(
@@ -187,8 +189,8 @@ class GradientExchange:
         # True from `launch_for_backward` to `finish`. At other times the hooks do nothing: with
         # gradient accumulation, only the last backward of a step makes the gradients final.
         self._hooks_are_active = False
-        # For each gradient, named by its bucket and its index there, the number of its hook calls in
-        # the first backward; None before the end of that backward.
+        # For each gradient, named by its bucket and its index there, the number of its hook calls
+        # in the first backward; None before the end of that backward.
         self._counted_calls: dict[tuple[Bucket, int], int] | None = None
         self._flight: Flight | None = None
         self._sent_bytes = 0
@@ -367,8 +369,8 @@ class GradientExchange:
         """Return a context that limits the duration of the exchange after the quorum.
 
         Gloo's operations have timeouts of their own, so its context does nothing. NCCL's operations
-        have none. With NCCL, this method first waits for the quorum. That wait has no limit, because
-        other groups may still compute. In the context, the process group's timeout ends the
+        have none. With NCCL, this method first waits for the quorum. That wait has no limit,
+        because other groups may still compute. In the context, the process group's timeout ends the
         operations.
         """
         uses_gloo = self._where.type == "cpu"
@@ -464,8 +466,8 @@ class GradientExchange:
             # stream, so this stream must wait for the streams of the bucket's earlier gradients.
             bucket.gradient_stream = device.join_stream(bucket.gradient_stream)
             bucket.final_parts.append(index)
-            # On a host, copy each gradient at once, while it is in the cache. On a GPU, wait for the
-            # last gradient of the bucket, because one kernel copies all of them.
+            # On a host, copy each gradient at once, while it is in the cache. On a GPU, wait for
+            # the last gradient of the bucket, because one kernel copies all of them.
             copies_each = self._where.type == "cpu"
             all_are_final = len(bucket.final_parts) == len(bucket.missing_parts)
             if copies_each or all_are_final:
@@ -487,8 +489,8 @@ class GradientExchange:
 
         With torchtitan 0.3 the number of calls differs between parameters. torchtitan computes the
         loss in chunks, and runs their backward through the output layer before the backward of the
-        rest of the model. If the output layer shares its weight with the embedding, the hook of this
-        weight is called twice. The other hooks are called once.
+        rest of the model. If the output layer shares its weight with the embedding, the hook of
+        this weight is called twice. The other hooks are called once.
         """
 
         def count_call(parameter: torch.Tensor) -> None:

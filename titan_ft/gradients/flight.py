@@ -11,8 +11,8 @@ The thread, in order of time:
 
 1. Wait until the lighthouse has said which groups take part (the *quorum*). The ranks of equal
    number in these groups are the *members* of the exchange.
-2. Agree with the other members on the fragments to sum. A *fragment* is a part of the model that can
-   be exchanged without the rest.
+2. Agree with the other members on the fragments to sum. A *fragment* is a part of the model that
+   can be exchanged without the rest.
 3. Sum the buckets of these fragments, each as soon as the training thread has filled it.
 4. Gather the *row* (numbers) and the *message* (bytes) with which each member describes its part of
    the exchange.
@@ -90,8 +90,8 @@ class Flight:
     """One exchange under way.
 
     Threads: `GradientExchange` makes a flight for each exchange. It calls all public methods on the
-    training thread, in this order: `start`, `hand_over` for each bucket, `report`, `finish`, `join`.
-    The flight's own thread runs `_run` and the methods after it.
+    training thread, in this order: `start`, `hand_over` for each bucket, `report`, `finish`,
+    `join`. The flight's own thread runs `_run` and the methods after it.
 
     The flight's thread owns a bucket from `hand_over` until the thread ends. If an error ends the
     thread, `finish` raises the error, and the contents of the buckets are void.
@@ -176,7 +176,8 @@ class Flight:
     def is_summing(self) -> bool:
         """True until all sums are complete; on a GPU, until all of them are queued.
 
-        For this, the other members must have launched their sums, and have computed their gradients.
+        For this, the other members must have launched their sums, and have computed their
+        gradients.
         """
         return not self._summed.is_set()
 
@@ -198,11 +199,11 @@ class Flight:
         return self._gathered
 
     def join(self) -> None:
-        """End the flight's thread, or abandon it in a hung operation. Then the buckets are free again.
+        """End the flight's thread, or abandon it in a hung operation. This frees the buckets.
 
-        On a GPU, a broken sum writes to its bucket until its abort is complete. The caller may queue
-        work on the buckets at once, such as a copy of gradients: the GPU starts this work after the
-        sum has ended.
+        On a GPU, a broken sum writes to its bucket until its abort is complete. The caller may
+        queue work on the buckets at once, such as a copy of gradients: the GPU starts this work
+        after the sum has ended.
         """
         self._end_buckets()
         self._facts.put(None)
@@ -300,15 +301,15 @@ class Flight:
         These are the fragments of all members that contribute gradients. No fragment is summed in
         two cases:
 
-        - No member expects an update, so no member would use the sums. Sums of zeros would slow down
-          the transfer of a state to a joiner, for which such a round may be made.
+        - No member expects an update, so no member would use the sums. Sums of zeros would slow
+          down the transfer of a state to a joiner, for which such a round may be made.
         - The contributing members have different fragments. They are at different updates then, and
           the rows will show it.
         """
         contributes_fragment = [False] * self._num_fragments
         if self._contributes:
-            # In a pipeline, this rank's stage may lack the last fragments of the model. Iterate over
-            # all fragments, because the vectors of all members must have the same length.
+            # In a pipeline, this rank's stage may lack the last fragments of the model. Iterate
+            # over all fragments, because the vectors of all members must have the same length.
             for fragment in range(self._num_fragments):
                 contributes_fragment[fragment] = fragment in self._own_fragments
         own = torch.tensor(
@@ -342,7 +343,7 @@ class Flight:
             self._operations.all_reduce(bucket.flat)
 
     def _sum_in_bfloat16(self, bucket: Bucket) -> None:
-        """Sum a bucket over the members. Each member adds up one part, and sends it to all others."""
+        """Sum a bucket over the members. Each member adds up one part, and sends it to the rest."""
         operations = self._operations
         num_exact = bucket.exact.numel()
         rows = half.cut(bucket.values, bucket.exact, operations.num_members)

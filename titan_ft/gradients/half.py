@@ -5,8 +5,8 @@
 A *bucket* is a flat tensor with the gradients of some parameters (`bucket.py`). The n members of an
 exchange sum it as follows:
 
-1. Each member rounds its gradients to bfloat16, and sends the k-th of n parts to member k (`cut`, and
-   an all-to-all).
+1. Each member rounds its gradients to bfloat16, and sends the k-th of n parts to member k (`cut`,
+   and an all-to-all).
 2. Each member adds up the parts that it got, in fp32 and in the members' order (`add_up`).
 3. It rounds the sums to bfloat16, and sends them to all members (an all-gather).
 
@@ -28,8 +28,8 @@ import torch
 def part_numel(numel: int, num_members: int) -> int:
     """Return how many of `numel` values one member adds up.
 
-    All parts have this size. The last parts are padded with zeros. The number is even, so that a part
-    has a multiple of 4 bytes: in `cut`, fp32 values follow it.
+    All parts have this size. The last parts are padded with zeros. The number is even, so that a
+    part has a multiple of 4 bytes: in `cut`, fp32 values follow it.
     """
     return 2 * max(math.ceil(numel / (2 * num_members)), 1)
 

@@ -7,8 +7,8 @@ between the two transports:
 
 - *Gloo* works in host memory. The thread waits for each operation, and runs up to three sums at the
   same time. Large payloads are cut into slices.
-- *NCCL* works on the GPU. An operation is queued, and later work on the thread's stream waits for it.
-  NCCL reports errors only when it is asked.
+- *NCCL* works on the GPU. An operation is queued, and later work on the thread's stream waits for
+  it. NCCL reports errors only when it is asked.
 
 A collective that fails raises, and the exchange is broken. See docs/exchange.md and docs/gpu.md.
 """
@@ -32,8 +32,8 @@ _SLICE_BYTES = 4 << 20
 
 Gloo waits for the whole input of a member, at most `process_group_timeout_ms`. On a slow link, a
 large bucket would take longer than that. With slices, the timeout limits one slice. Smaller slices
-would cost time, because each operation takes a round trip. All-reduces need no slices: in them, Gloo
-waits for one MiB at a time."""
+would cost time, because each operation takes a round trip. All-reduces need no slices: in them,
+Gloo waits for one MiB at a time."""
 _IN_FLIGHT = 3
 """Number of sums over Gloo at the same time. Gloo's process group has two threads. A third sum is
 queued, so that no thread is idle between two sums."""
@@ -44,11 +44,11 @@ class Operations:
 
     Threads: the exchange's thread calls all methods but `end`, which the training thread calls.
 
-    With NCCL, an operation can hang: if one thread launches a collective while another thread aborts
-    the communicator, torch keeps the first thread spinning until TORCH_NCCL_NONBLOCKING_TIMEOUT is
-    over. (NCCLComm::getAsyncError finds no communicator any more, and C10D_NCCL_CHECK_TIMEOUT_BASE
-    ignores that.) So each operation releases `turn`, and the training thread may abandon the
-    exchange's thread there.
+    With NCCL, an operation can hang: if one thread launches a collective while another thread
+    aborts the communicator, torch keeps the first thread spinning until
+    TORCH_NCCL_NONBLOCKING_TIMEOUT is over. (NCCLComm::getAsyncError finds no communicator any more,
+    and C10D_NCCL_CHECK_TIMEOUT_BASE ignores that.) So each operation releases `turn`, and the
+    training thread may abandon the exchange's thread there.
     """
 
     def __init__(self, membership: Membership, where: torch.device) -> None:
@@ -85,8 +85,8 @@ class Operations:
     def _group(self) -> Any:
         """The process group for a collective. Read it before `turn.operation`, not inside.
 
-        Inside an operation this thread may have been abandoned, and the process group may be that of
-        the next quorum. There, a collective of this thread would be taken for one of the next
+        Inside an operation this thread may have been abandoned, and the process group may be that
+        of the next quorum. There, a collective of this thread would be taken for one of the next
         exchange.
         """
         process_group = self._membership.process_group
@@ -95,10 +95,10 @@ class Operations:
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a short vector of every member, shape [num_members, own.numel()].
 
-        Over Gloo, each member sends its vector to all others at once (an all-to-all). Around a ring,
-        a vector would take 2 (num_members - 1) hops, one after the other. That takes five times as
-        long for 30 groups on two cores. It is also more likely that a member dies meanwhile, and
-        that some of the others have the result and some do not.
+        Over Gloo, each member sends its vector to all others at once (an all-to-all). Around a
+        ring, a vector would take 2 (num_members - 1) hops, one after the other. That takes five
+        times as long for 30 groups on two cores. It is also more likely that a member dies
+        meanwhile, and that some of the others have the result and some do not.
 
         NCCL would need a connection between each pair of members for this. So it sums vectors that
         are zero everywhere but at the member's own row, which gives the same result.

@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Changes in 8 bits: the encoding of a bucket with `should_quantize`, and its rounding error.
 
-With DiLoCo the groups exchange the changes of their weights over several steps. A *bucket* is a flat
-tensor with the changes of some parameters (`bucket.py`). To send it in 8 bits:
+With DiLoCo the groups exchange the changes of their weights over several steps. A *bucket* is a
+flat tensor with the changes of some parameters (`bucket.py`). To send it in 8 bits:
 
 1. `Residual.add_to` adds the rounding error of the last exchange to the changes.
-2. `encode` cuts the values into blocks of 256. Each block has a scale in fp32. Each value becomes the
-   nearest whole multiple of its scale, from -127 to 127. The result is the *payload*.
+2. `encode` cuts the values into blocks of 256. Each block has a scale in fp32. Each value becomes
+   the nearest whole multiple of its scale, from -127 to 127. The result is the *payload*.
 3. The members of the exchange gather the payloads of all members.
 4. `add_up` decodes the payloads, and adds them up in the same order everywhere. So all members have
    the same bytes. (Around a ring, each hop would round the sum once more.)
 
-The rounding error is kept for the next change, so no part of a change is lost for good. This is called
-error feedback: 1-bit SGD, Seide et al., Interspeech 2014. arXiv 1901.09847 shows why it converges.
+The rounding error is kept for the next change, so no part of a change is lost for good. This is
+called error feedback: 1-bit SGD, Seide et al., Interspeech 2014. arXiv 1901.09847 shows why it
+converges.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Residual:
     """The rounding error of one bucket, which this group adds to its next change.
 
     The error of an exchange counts only after its update is applied (`commit`). If the exchange
-    breaks, it is repeated with the same values and the former error, so that it sends the same bytes.
+    breaks, it is repeated with the same values and the former error, so that it sends the same
+    bytes.
 
     Threads: the exchange's thread calls `add_to` and `set_error`. The training thread calls the
     other methods.

@@ -109,8 +109,8 @@ class Sums:
         """Write the sums to the gradients and to the counts of the model.
 
         A parameter has no gradient afterwards if its bucket was not exchanged, or if no group used
-        the parameter. Unless this is a copy, the rounding error of this group's gradients is carried
-        over to its next exchange.
+        the parameter. Unless this is a copy, the rounding error of this group's gradients is
+        carried over to its next exchange.
 
         Args:
             scale: factor from the sums to the gradients; None = set each gradient to the groups'
@@ -151,8 +151,8 @@ class CopyMemory:
     """Memory for the copies of sums that a group keeps while it heals.
 
     A copy stays on the buckets' device if it fits (`keep_on_device`). Otherwise it goes to pinned
-    host memory. Pinning takes time, so a thread of its own allocates this memory before it is needed
-    (`prepare`).
+    host memory. Pinning takes time, so a thread of its own allocates this memory before it is
+    needed (`prepare`).
 
     Threads: the training thread calls all methods. `Heal` calls `keep_on_device`, `prepare` and
     `drop`, and `Sums.copy` calls `lend` and `count_copy`.

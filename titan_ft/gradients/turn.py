@@ -3,9 +3,9 @@
 """A lock by which a thread can abandon its helper thread inside a hung operation.
 
 An exchange has a helper thread that makes its collectives. If the communicator is aborted, a
-collective of NCCL may hang (`operations.py`). The training thread must then go on without the helper,
-but only if the helper can do no more harm: it must neither write to a bucket nor make a collective of
-a later exchange.
+collective of NCCL may hang (`operations.py`). The training thread must then go on without the
+helper, but only if the helper can do no more harm: it must neither write to a bucket nor make a
+collective of a later exchange.
 
 1. The helper holds the lock, and releases it only inside an operation.
 2. The training thread waits for the helper's end. If the operations are aborted, and the helper is

@@ -4,8 +4,8 @@
 
 A rank copies its state to host memory when a joiner, a group that lacks the state, asks for it
 (`snapshot.py`). A GPU copies to pinned memory at the full speed of its link, while the host does
-other work. But pinning 10 GB takes seconds. So a thread pins the memory before a joiner comes, and all
-copies use this memory, one after the other.
+other work. But pinning 10 GB takes seconds. So a thread pins the memory before a joiner comes, and
+all copies use this memory, one after the other.
 
 The copies of all ranks of a host may be too large for its memory. Memory is *scarce* if they would
 take more than half of what the host has free. Then nothing is pinned ahead, and each of several
@@ -42,8 +42,8 @@ class HostMemory:
 
     `TrainState` owns it.
 
-    Threads: the training thread calls `reserve` and `close`. The other methods may also be called by
-    the threads of the state server's connections.
+    Threads: the training thread calls `reserve` and `close`. The other methods may also be called
+    by the threads of the state server's connections.
 
     Args:
         num_ranks: number of ranks that share the host's memory. Each needs as much as this one.
@@ -66,9 +66,9 @@ class HostMemory:
         free = self._find_free_if_scarce(num_bytes)
         if free is not None:
             logger.warning(
-                "no host memory is reserved for a copy of this rank's state (%s): for %d ranks that "
-                "would be more than half of the free memory (%s); memory is taken when a joiner "
-                "comes, and of several donors each then copies a part",
+                "no host memory is reserved for a copy of this rank's state (%s): for %d ranks "
+                "that would be more than half of the free memory (%s); memory is taken when a "
+                "joiner comes, and of several donors each then copies a part",
                 size_text(num_bytes),
                 self._num_ranks,
                 size_text(free),
@@ -98,7 +98,7 @@ class HostMemory:
         return free
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Return memory for a copy: the reserved or spare memory if its size is right, or new memory.
+        """Return memory for a copy: reserved or spare memory of the right size, else new memory.
 
         Waits for a thread that is still pinning.
         """

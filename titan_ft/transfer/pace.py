@@ -3,8 +3,8 @@
 """The pace of a donor: a limit on the rate at which it sends to all joiners together.
 
 A *donor* serves its state to groups that lack it, the *joiners*. The limit (`transfer_max_mbps`)
-leaves the rest of the network to the training. Each connection sends small slices, and books the time
-of each slice in one schedule that all connections share.
+leaves the rest of the network to the training. Each connection sends small slices, and books the
+time of each slice in one schedule that all connections share.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import time
 from collections.abc import Callable
 
 _SLICE_SECONDS = 0.02
-"""A slice has the bytes that the rate allows in this time. Slices are short, so that many connections
-can take turns, and none is silent for so long that its joiner takes it for broken."""
+"""A slice has the bytes that the rate allows in this time. Slices are short, so that many
+connections can take turns, and none is silent for so long that its joiner takes it for broken."""
 _MAX_SLICE_BYTES = 256 << 10
 _CREDIT_SECONDS = 0.05
-"""If the schedule has been idle, the bytes of this time may be sent at once. Without this credit, each
-late wake-up of a thread would lower the rate."""
+"""If the schedule has been idle, the bytes of this time may be sent at once. Without this credit,
+each late wake-up of a thread would lower the rate."""
 
 
 class Pace:
     """Limits the rate of all connections of a donor together.
 
-    `StateServer` owns it. Threads: the threads of its connections call `send`, and any thread may call
-    `close`.
+    `StateServer` owns it. Threads: the threads of its connections call `send`, and any thread may
+    call `close`.
 
     Args:
         max_mbps: limit in 10**6 bits per second; 0 = no limit.

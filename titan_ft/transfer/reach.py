@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Probes: find out which peers this rank can exchange bytes with, in both directions.
 
-A *peer* is the rank of the same number in another group. When an exchange breaks, nobody knows which
-link between two peers broke. So each rank sends a probe to the state servers of its peers
+A *peer* is the rank of the same number in another group. When an exchange breaks, nobody knows
+which link between two peers broke. So each rank sends a probe to the state servers of its peers
 (`state_server.py`):
 
 1. This rank connects, and makes the handshake of a transfer (`wire.py`).
@@ -13,8 +13,8 @@ link between two peers broke. So each rank sends a probe to the state servers of
 4. The peer sends this rank's bytes back.
 
 A peer that computes for seconds without releasing Python's global interpreter lock (a large pickle)
-cannot answer. It counts as reachable, because its group would be left out otherwise. It is recognized
-by its kernel, which still acknowledges the bytes that arrive.
+cannot answer. It counts as reachable, because its group would be left out otherwise. It is
+recognized by its kernel, which still acknowledges the bytes that arrive.
 
 See docs/failures.md.
 """
@@ -81,8 +81,8 @@ class Peer:
 class Probe:
     """Probes peers over the network that the exchanges use.
 
-    `Partition` and `Membership` call the methods. Each call makes its probes on threads of their own,
-    up to 32 at the same time, and takes a few seconds at most.
+    `Partition` and `Membership` call the methods. Each call makes its probes on threads of their
+    own, up to 32 at the same time, and takes a few seconds at most.
 
     Args:
         token: the run's shared secret.

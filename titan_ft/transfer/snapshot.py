@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The state of one rank: its copy in host memory, its digest, and its replacement in a heal.
 
-A group that lacks the job's state (a *joiner*) heals: each of its ranks gets the state of the rank of
-the same number in another group (a *donor*). The state of one rank consists of
+A group that lacks the job's state (a *joiner*) heals: each of its ranks gets the state of the rank
+of the same number in another group (a *donor*). The state of one rank consists of
 
 - its local shards of parameters, persistent buffers and optimizer state;
 - the scalars that steer an update: the hyperparameters of the param groups, the LR schedulers, and
@@ -14,10 +14,10 @@ In order of time:
 1. The donor copies its state to host memory (`TrainState.copy`, or `copy_if_allowed` on another
    thread, while training goes on). The copy is a `Snapshot`. Its *header* lists the tensors and has
    the scalars. Its *payload* has the bytes of the tensors, one after the other.
-2. The joiner fetches the snapshot (`state_server.py`, `state_fetch.py`), and overwrites its own state
-   with it (`TrainState.load`).
-3. Both groups hash their state on their devices (`TrainState.digest`), and compare the digests in the
-   next exchange.
+2. The joiner fetches the snapshot (`state_server.py`, `state_fetch.py`), and overwrites its own
+   state with it (`TrainState.load`).
+3. Both groups hash their state on their devices (`TrainState.digest`), and compare the digests in
+   the next exchange.
 
 No method is a collective. See docs/heal.md, and docs/gpu.md for the streams.
 """
@@ -63,8 +63,8 @@ class Counters(Protocol):
 class Part:
     """One of `count` parts of a state.
 
-    With scarce memory, each of `count` donors copies one part. The parts have about equal sizes. Each
-    tensor is in one part only.
+    With scarce memory, each of `count` donors copies one part. The parts have about equal sizes.
+    Each tensor is in one part only.
 
     Attributes:
         index: 0 to count - 1.
@@ -171,8 +171,8 @@ class _RunningCopy:
 
     Attributes:
         ended_event: event on the GPU's stream after the copy; None = the copy was complete at once.
-        sources: the tensors that the copy reads. This reference keeps torch from giving their memory
-            to other tensors before the copy ends.
+        sources: the tensors that the copy reads. This reference keeps torch from giving their
+            memory to other tensors before the copy ends.
     """
 
     ended_event: torch.Event | None
@@ -188,8 +188,8 @@ class TrainState:
     Threads: the training thread calls all methods but `copy_if_allowed`. The threads of the state
     server's connections call `copy_if_allowed`, between `allow_copying` and `forbid_copying`.
 
-    If `load` raises, the state is a mixture of the old and the new one. The process must end, or load
-    another snapshot.
+    If `load` raises, the state is a mixture of the old and the new one. The process must end, or
+    load another snapshot.
 
     Args:
         model_parts: as torchtitan's Trainer holds them.
@@ -233,8 +233,8 @@ class TrainState:
     def reserve(self) -> None:
         """Start to pin host memory for a copy. Later calls do nothing.
 
-        Call this after the first step of the optimizers. Before it, they have no state, and the size
-        of the copy is not known.
+        Call this after the first step of the optimizers. Before it, they have no state, and the
+        size of the copy is not known.
         """
         if not self._is_reserved:
             self._is_reserved = True
@@ -292,8 +292,8 @@ class TrainState:
         """Copy the present state to host memory, after all work that training has queued.
 
         A GPU copies on a stream of its own, and this method returns at once. Call `Snapshot.wait`
-        before using the payload. The next step of an optimizer waits for the copy on the GPU, and so
-        does a load. On a CPU, and into memory that is not pinned, the copy is complete when this
+        before using the payload. The next step of an optimizer waits for the copy on the GPU, and
+        so does a load. On a CPU, and into memory that is not pinned, the copy is complete when this
         method returns.
 
         Args:
@@ -334,9 +334,9 @@ class TrainState:
             target = _view(payload, entry, byte_range.start)
             copies = buffer_copies if name.startswith(_BUFFER_PREFIX) else other_copies
             copies.append(_TensorCopy(device.local_shard(tensor), target))
-        # The next forward may write to the buffers (the statistics of a norm). So they are copied on
-        # the training's stream, before that forward. The other tensors do not change before the next
-        # step of an optimizer, which waits for the copy.
+        # The next forward may write to the buffers (the statistics of a norm). So they are copied
+        # on the training's stream, before that forward. The other tensors do not change before the
+        # next step of an optimizer, which waits for the copy.
         _queue_copies(buffer_copies)
         computed_event = device.record_event() if buffer_copies else state.computed_event
         where = device.current()
@@ -424,8 +424,8 @@ class TrainState:
     def restore(self) -> None:
         """Undo the changes that training has made to the weights since the last update.
 
-        All ranks of a group call this method. `OuterState` overrides it. Here, only an update changes
-        the weights, so only the values that were computed from them are dropped.
+        All ranks of a group call this method. `OuterState` overrides it. Here, only an update
+        changes the weights, so only the values that were computed from them are dropped.
         """
         self._on_load()
 
@@ -600,8 +600,8 @@ def _view(payload: torch.Tensor, entry: dict[str, Any], first_byte: int = 0) -> 
 def to_dtensor_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return a shard of an optimizer's state as a DTensor with the sharding of its parameter.
 
-    A tensor of another shape than the parameter's shard is returned as it is: it is a scalar, such as
-    Adam's step. So is a shard of a parameter that is no DTensor.
+    A tensor of another shape than the parameter's shard is returned as it is: it is a scalar, such
+    as Adam's step. So is a shard of a parameter that is no DTensor.
     """
     if not isinstance(parameter, DTensor) or shard.shape != parameter.to_local().shape:
         return shard

@@ -12,10 +12,10 @@ In order of time:
    be equal: a donor whose header differs from the first one is given up.
 2. After the first header, allocate memory for the *payload*, which has the bytes of all tensors.
    Divide it into *slices* of 8 MiB.
-3. Request slices from each donor, one after the other on each connection. So a fast donor sends more
-   slices than a slow one.
-4. If a donor fails, give it up. The other donors send its slices. If no donor is left, `fetch` raises
-   an error, and `engine/heal.py` tries again.
+3. Request slices from each donor, one after the other on each connection. So a fast donor sends
+   more slices than a slow one.
+4. If a donor fails, give it up. The other donors send its slices. If no donor is left, `fetch`
+   raises an error, and `engine/heal.py` tries again.
 5. When all slices are here, send each donor a farewell, with the number of bytes that it has sent.
 
 Threads: `fetch` runs on the thread of its caller, which is `CatchUp`'s in a heal. `fetch` starts a
@@ -111,8 +111,8 @@ class _HeaderFields(msgspec.Struct):
 class _IncompleteError(TransferError):
     """The remaining donors do not hold the whole state.
 
-    With scarce memory, each donor has copied only a part of the state, and the donor of another part
-    was given up.
+    With scarce memory, each donor has copied only a part of the state, and the donor of another
+    part was given up.
     """
 
 
@@ -332,8 +332,8 @@ class _StateFetch:
             given_bytes = self._slices.count_given_bytes(donor)
             # A payload without bytes has no slices. Its only donor gets a farewell nevertheless.
             if given_bytes or len(self._addresses) == 1:
-                # Ignore an error: the state is complete, and without a farewell the donor only emits
-                # one event less.
+                # Ignore an error: the state is complete, and without a farewell the donor only
+                # emits one event less.
                 with contextlib.suppress(*_DONOR_FAILURES):
                     link.request({"step": self._step, "done": self._joiner, "bytes": given_bytes})
 
@@ -379,8 +379,8 @@ class _StateFetch:
                     )
                     link.request(request, data)
                     self._slices.accept_slice(wanted, donor, data, target)
-                    # Another connection may have no slice to request, and wait for this one. So each
-                    # slice restarts the time limits of all connections.
+                    # Another connection may have no slice to request, and wait for this one. So
+                    # each slice restarts the time limits of all connections.
                     for connection_limits in (*self._slice_limits, *self._main_limits):
                         connection_limits.restart()
                     self._report_share(self._slices.share)
@@ -464,7 +464,7 @@ class _Slices:
             return self._given_bytes[donor]
 
     def await_slice(self, donor: int, limits: _TransferLimits) -> range | None:
-        """Wait for a slice that this donor can be asked for. From then on, the donor owes the slice.
+        """Wait for a slice that this donor can be asked for. The donor owes the slice then.
 
         Returns:
             The slice; None if all slices have arrived.
@@ -632,7 +632,7 @@ class _TransferLimits:
 
 
 class _DonorLink:
-    """Sends requests to one donor. If the connection breaks, makes it again and repeats the request.
+    """Sends requests to one donor. If the connection breaks, repeats the request on a new one.
 
     One thread uses it.
     """
@@ -651,9 +651,9 @@ class _DonorLink:
         """Send a request, and return the answer and its bytes; see `_DonorConnection.request`.
 
         Raises:
-            TransferError, OSError, ValueError, KeyError, RefusedError: the donor is gone or refuses,
-                or the request has failed `_MAX_TRIES` times. A connection that cannot be made is not
-                tried again.
+            TransferError, OSError, ValueError, KeyError, RefusedError: the donor is gone or
+                refuses, or the request has failed `_MAX_TRIES` times. A connection that cannot be
+                made is not tried again.
         """
         num_breaks = 0
         num_mismatches = 0

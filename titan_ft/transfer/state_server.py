@@ -12,8 +12,8 @@ Terms:
 - An *offer* says which state this rank holds: its *step*, which is its number of committed updates,
   its *lineage*, which is a hash of the exchanges that made it, and its *digest*, which is a hash of
   its bytes. Two groups hold the same state if step and lineage are equal.
-- A *part* of the state is copied instead of the whole if the memory of the donors is scarce. Each of
-  several donors then serves another part.
+- A *part* of the state is copied instead of the whole if the memory of the donors is scarce. Each
+  of several donors then serves another part.
 
 In order of time:
 
@@ -88,8 +88,8 @@ cannot be used for the next copy."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Options of a connection. A joiner may be silent for long between two requests. After 60 s of
-silence the kernel asks the joiner's host every 10 s. If three of these probes get no answer, the host
-has vanished."""
+silence the kernel asks the joiner's host every 10 s. If three of these probes get no answer, the
+host has vanished."""
 
 _NO_DESCRIPTOR_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """Errors of `accept` if the process or the host has too many descriptors, or too little memory."""
@@ -129,8 +129,9 @@ class StateServer:
 
     `training/links.py` creates it. `engine/donor.py` offers states and publishes snapshots.
 
-    Threads: any thread may call the public methods. One thread listens. Each connection has a thread
-    of its own, which runs `_handle` and the methods after it. Training never waits for a connection.
+    Threads: any thread may call the public methods. One thread listens. Each connection has a
+    thread of its own, which runs `_handle` and the methods after it. Training never waits for a
+    connection.
 
     If a connection fails, only its thread ends, and the joiner connects again.
 
@@ -145,8 +146,8 @@ class StateServer:
         on_refusal: called with the first refused stranger of each kind, on a thread of this server.
 
     Attributes:
-        address: host:port that joiners dial. A joiner's proof of the token includes this address, so
-            the proof is worth nothing at another server.
+        address: host:port that joiners dial. A joiner's proof of the token includes this address,
+            so the proof is worth nothing at another server.
         send: sends ranges of the payload. Fault injection replaces this function.
     """
 
@@ -166,11 +167,11 @@ class StateServer:
         self._on_completed = on_completed
         self._pace = Pace(max_mbps)
         self.send: SendBytes = self._pace.send
-        # Each connection's thread calls this function first. Without it, the thread would use GPU 0.
+        # Each connection's thread calls this function first. Otherwise it would use GPU 0.
         self._select_device = device.thread_initializer()
-        # The lock for changes of the fields from `_snapshot` to `_wanted_part`. A thread may read one
-        # field without the lock. The condition is notified when the snapshot or the offer changes,
-        # and by `close`.
+        # The lock for changes of the fields from `_snapshot` to `_wanted_part`. A thread may read
+        # one field without the lock. The condition is notified when the snapshot or the offer
+        # changes, and by `close`.
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
         self._offer: Message | None = None
@@ -180,8 +181,8 @@ class StateServer:
         self._host_copy_seconds = 0.0  # duration of the snapshot's copy on the host
         self._num_readers = 0  # connections that read the snapshot
         self._wanted_part: Part | None = None
-        # Without the lock: `engine/donor.py` calls `publish`, `withdraw` and `keep_snapshot` under a
-        # lock of its own.
+        # Without the lock: `engine/donor.py` calls `publish`, `withdraw` and `keep_snapshot` under
+        # a lock of its own.
         self._is_snapshot_kept = False
         self._refusals = Refusals(_HANDSHAKE_SECONDS, on_refusal)
         self._unproved = _UnprovedConnections(self._refusals)
@@ -234,8 +235,8 @@ class StateServer:
         """Stop serving the snapshot. The offer stays.
 
         Returns:
-            The snapshot, if the caller may use its memory again; None if there is no snapshot, or if
-            a connection still reads it.
+            The snapshot, if the caller may use its memory again; None if there is no snapshot, or
+            if a connection still reads it.
         """
         with self._changed:
             snapshot = self._snapshot
@@ -365,7 +366,8 @@ class StateServer:
         """
         try:
             # A farewell waits for the snapshot as well, because `CompletedTransfer` names it. If
-            # another snapshot has replaced it, the joiner gets an error, and no transfer is reported.
+            # another snapshot has replaced it, the joiner gets an error, and no transfer is
+            # reported.
             snapshot = self._await_snapshot(stream, request)
         except _NoStateError as error:
             stream.write({"error": str(error)})
@@ -498,9 +500,9 @@ class StateServer:
         snapshot = self._snapshot
         offer = self._offer
         if offer is not None:
-            # This group has gone on to another state, and can no longer copy the wanted one. A state
-            # of the same step is another one if this group has healed: the other groups made that
-            # update in another exchange.
+            # This group has gone on to another state, and can no longer copy the wanted one. A
+            # state of the same step is another one if this group has healed: the other groups made
+            # that update in another exchange.
             is_other = not wanted.is_state(offer["step"], offer["lineage"])
             if is_other and offer["step"] >= wanted.step:
                 return True
@@ -604,8 +606,8 @@ class _UnprovedConnections:
 
     This class limits the duration of a handshake, and the number of these connections. The timeout
     of a socket cannot do it, because it starts anew with each byte. A stranger who sends a byte now
-    and then would keep a thread and a descriptor for ever, and many such connections would leave the
-    process without descriptors.
+    and then would keep a thread and a descriptor for ever, and many such connections would leave
+    the process without descriptors.
 
     Threads: the thread of each connection calls `track`. The thread that listens calls `close_one`
     and `close_overdue`.
@@ -717,8 +719,9 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
             self._handshakes.release()
             if error.errno in _NO_DESCRIPTOR_LEFT:
                 self._on_no_descriptor()
-                # The connection still waits in the kernel, so the next poll returns at once. Without
-                # the pause this thread would spin, and take Python's lock from the training thread.
+                # The connection still waits in the kernel, so the next poll returns at once.
+                # Without the pause this thread would spin, and take Python's lock from the training
+                # thread.
                 time.sleep(_ACCEPT_PAUSE_SECONDS)
             raise
 

@@ -4,8 +4,8 @@
 
 In a transfer, a group that lacks the state (the joiner) connects to a group that serves it (the
 donor). Each rank of a donor makes a certificate of its own when it starts. No authority signs the
-certificate, and it contains no name, so TLS alone does not show who has sent it. But both ends prove
-afterwards that they know the run's token, and the proofs cover the certificate's fingerprint
+certificate, and it contains no name, so TLS alone does not show who has sent it. But both ends
+prove afterwards that they know the run's token, and the proofs cover the certificate's fingerprint
 (`wire.py`). So a stranger without the token cannot use a certificate of his own.
 """
 

@@ -31,13 +31,13 @@ another request. Without TLS, the bytes can be read on the network.
 **Requests.** A connection carries one request after the other. Each answer is a line {"bytes": n,
 "sha256": digest of the bytes}, followed by n raw bytes, or a line {"error": text}. While the donor
 has not copied the state yet, it sends a line {"waiting": step} now and then before the answer. So
-silence always means a failure. A copy of a state consists of a *header*, which lists the tensors, and
-a *payload*, which has their bytes. `step` and `lineage` name the state. The requests are:
+silence always means a failure. A copy of a state consists of a *header*, which lists the tensors,
+and a *payload*, which has their bytes. `step` and `lineage` name the state. The requests are:
 
 - {"step", "lineage", "offset", "bytes"}: a range of the payload.
-- {"step", "lineage", "header", "part": [index, count]}: the header. The part says which of the joiner's donors
-  this one is: a donor whose host has scarce memory copies that part of the state only. In the
-  answer, {"held"} has the beginning and end of the donor's bytes in the payload.
+- {"step", "lineage", "header", "part": [index, count]}: the header. The part says which of the
+  joiner's donors this one is: a donor whose host has scarce memory copies that part of the state
+  only. In the answer, {"held"} has the beginning and end of the donor's bytes in the payload.
 - {"step", "done": joiner, "bytes"}: the joiner has the whole state, and so many bytes of it came
   from this donor.
 - {"offer": true, "step"}: which state does the donor offer? The answer is {"step", "lineage",
@@ -77,8 +77,8 @@ VERSION = 3
 _VERSION_REMEDY = "all groups of a run must have the same titan_ft"
 
 _MAX_LINE = 4096
-"""Most bytes of a line that are read. The lines of this protocol are far shorter, but a stranger may
-send a long one."""
+"""Most bytes of a line that are read. The lines of this protocol are far shorter, but a stranger
+may send a long one."""
 _SEAL_BYTES = 2 * hashlib.sha256().digest_size
 """Length of a line's HMAC, in hex digits."""
 
