@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_a_client_that_is_garbage_does_not_hang_a_forked_child() -> None:
     assert ended.stdout == "7\n"
 
 
+def open_first(lighthouse: Any, check_token: Callable[[], None]) -> str:
+    """Open a group's first seat, with a stand-in for all but the wait for a lighthouse."""
+    this: Any = SimpleNamespace(
+        _config=SimpleNamespace(start_timeout_seconds=30.0),
+        _lighthouse=lighthouse,
+        open=lambda member: "opened",
+        _check_token=check_token,
+    )
+    member: Any = None
+    return Seat._open_first(this, member)
+
+
 def test_a_group_that_waits_for_another_lighthouse_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -67,14 +80,7 @@ def test_a_group_that_waits_for_another_lighthouse_says_why(
             raise refusals.pop()
 
     lighthouse = SimpleNamespace(place=None, look=lambda: None, is_file=True, may_change=False)
-    this: Any = SimpleNamespace(
-        _config=SimpleNamespace(start_timeout_seconds=30.0),
-        _lighthouse=lighthouse,
-        open=lambda member: "opened",
-        _check_token=check_token,
-    )
-    member: Any = None
-    assert Seat._open_first(this, member) == "opened"
+    assert open_first(lighthouse, check_token) == "opened"
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == ["waiting up to 30 s for another lighthouse: it refuses"]
 
@@ -98,12 +104,5 @@ def test_a_lighthouse_that_announces_itself_in_a_pause_is_noticed_at_once(
         if lighthouse.place == "old":
             raise TokenRefusedError("it refuses")
 
-    this: Any = SimpleNamespace(
-        _config=SimpleNamespace(start_timeout_seconds=30.0),
-        _lighthouse=lighthouse,
-        open=lambda member: "opened",
-        _check_token=check_token,
-    )
-    member: Any = None
-    assert Seat._open_first(this, member) == "opened"
+    assert open_first(lighthouse, check_token) == "opened"
     assert now == pytest.approx(20.3, abs=0.2)
