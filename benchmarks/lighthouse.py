@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure quorums at a lighthouse: of many groups, with the names of many ended processes, and after
-a kill, with the gate and without it.
+"""Measure quorums at a lighthouse: of many groups, with the names of many ended processes, and
+after a kill, with the gate and without it.
 
 The groups are threads of this process, which send requests to torchft's lighthouse and train
 nothing. The group that is killed is a process.

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare titan_ft with stock torchtitan and with torchtitan's own fault tolerance: see --help, and benchmarks/."""
+"""Compare titan_ft with stock torchtitan and with torchtitan's own fault tolerance: see --help, and
+benchmarks/.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Try torchtitan's own integration tests with replica groups: see --help, and benchmarks/integration.py."""
+"""Try torchtitan's own integration tests with replica groups: see --help, and
+benchmarks/integration.py.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""SIGKILL every worker of one replica group once it has committed a step, and record the fault in the run's events.
+"""SIGKILL every worker of one replica group once it has committed a step, and record the fault in
+the run's events.
 
-Exit status: 0 killed, 1 the step was not reached in time or no worker of the group was alive, 2 bad usage.
+Exit status: 0 killed, 1 the step was not reached in time or no worker of the group was alive, 2 bad
+usage.
 """
 
 from __future__ import annotations

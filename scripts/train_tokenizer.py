@@ -1,7 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Train the packaged tokenizer on the packaged training text. Deterministic: it writes the same files each time."""
+"""Train the packaged tokenizer on the packaged training text. Deterministic: it writes the same
+files each time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def train(folder: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # As Llama 3 does: words with their leading blank, numbers in threes, punctuation, runs of blanks; then bytes.
+    # As Llama 3 does: words with their leading blank, numbers in threes, punctuation, runs of
+    # blanks; then bytes.
     words = Regex(
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
     )

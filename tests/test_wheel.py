@@ -115,7 +115,8 @@ def _install(wheel: Path, folder: Path, *, with_dependencies: bool) -> Path:
     """Install a wheel into an environment of its own, and return where its commands are.
 
     Without its dependencies it sees the packages of this environment, but not this checkout: a line
-    of a .pth file puts their folder on the path, and does not read the .pth file of an editable install there.
+    of a .pth file puts their folder on the path, and does not read the .pth file of an editable
+    install there.
     """
     environment = folder / "environment"
     _run(

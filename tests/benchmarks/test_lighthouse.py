@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only control: a group that is killed at a lighthouse, with a gate and without."""
+"""scripts/bench.py --only control: a group that is killed at a lighthouse, with a gate and
+without.
+"""
 
 from __future__ import annotations
 

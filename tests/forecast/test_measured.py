@@ -132,7 +132,9 @@ def test_a_return_after_the_next_death_is_no_return() -> None:
 
 
 def test_steps_that_vary_count_as_in_the_report() -> None:
-    """Without a failure: of each step no more than the median counts, so 1.0 of 1.2 s on average."""
+    """Without a failure: of each step no more than the median counts, so 1.0 of 1.2 s on
+    average.
+    """
     events: list[Event] = [say(0.0, "launch_started", replicas=2)]
     time = 0.0
     for number in range(1, 301):

@@ -34,8 +34,8 @@ VALIDATION = (
     "--validation.local_batch_size=2",
     "--validation.seq_len=64",
 )
-# Something that is made of the weights after each step must be made again after each load of others; see harness.hooks.
-# 0.3 converts no built model.
+# Something that is made of the weights after each step must be made again after each load of
+# others; see harness.hooks. 0.3 converts no built model.
 SCALES = ("--model.converters=scales",) if series() == "0.2" else ()
 VALIDATED = re.compile(r"validate step: *(\d+) .*?loss: *([\d.]+)")
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small models for tests of the replica dimension, and groups that are threads of the test process."""
+"""Small models for tests of the replica dimension, and groups that are threads of the test
+process.
+"""
 
 from __future__ import annotations
 

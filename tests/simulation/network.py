@@ -227,8 +227,8 @@ class Store:
     """Client of a simulated torch.distributed.TCPStore.
 
     Raises:
-        RuntimeError: as the real client's errors: the server is gone, or a wait took longer than the
-            timeout.
+        RuntimeError: as the real client's errors: the server is gone, or a wait took longer than
+            the timeout.
     """
 
     def __init__(

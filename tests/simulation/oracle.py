@@ -194,7 +194,9 @@ class Oracle:
         return found[::-1]
 
     def _spoiled_in(self, lineage: int, updates: int = 1) -> set[int]:
-        """Return the slots with a nonfinite gradient in the last `updates` updates up to this one."""
+        """Return the slots with a nonfinite gradient in the last `updates` updates up to this
+        one.
+        """
         trained = [
             batches for update in self.path(lineage)[-updates:] for batches in update.batches
         ]

@@ -234,8 +234,8 @@ class GroupRun:
         told: ranks with a leave request.
         comes_back: the group restarts after it has left.
         entered: time at which it reached the lighthouse; None = it has not yet.
-        met_from: time at which it last reached the lighthouse without a group in sight that it knows
-            it cannot reach.
+        met_from: time at which it last reached the lighthouse without a group in sight that it
+            knows it cannot reach.
         ended_at: time at which the first end of a process was noticed that was not in order.
         heals_since: time at which it began to heal; None = it does not heal.
         others_wait: the others wait for its transfer, because its queue is full.
@@ -1062,7 +1062,9 @@ class World(standins.World):
         self._judge_replaced(rank, step, "withdraws", True)
 
     def _judge_replaced(self, rank: Rank, step: int, what: str, is_void: bool) -> None:
-        """Report a checkpoint of another group that is replaced by a state that is not the job's."""
+        """Report a checkpoint of another group that is replaced by a state that is not the
+        job's.
+        """
         assert self.folder is not None
         writer = self.folder.writer(step)
         if is_void and writer not in (-1, rank.slot):
@@ -1179,7 +1181,9 @@ class World(standins.World):
         self.kernel.after(again, functools.partial(self._judge_stall, group, heal))
 
     def _trains_on(self) -> bool:
-        """Return True if enough groups hold the job's state, and nothing slows a group or a link."""
+        """Return True if enough groups hold the job's state, and nothing slows a group or a
+        link.
+        """
         groups = [group for group in self.groups.values() if not group.over and not group.ended]
         ready = sum(group.ready and group.heals_since is None for group in groups)
         at_work = all(

@@ -212,7 +212,9 @@ def test_a_class_that_is_refused_is_no_damage(tmp_path: Path) -> None:
 def test_a_name_that_is_no_part_of_a_table_is_refused(
     tmp_path: Path, name: tuple[str, str]
 ) -> None:
-    """The reader does not look the name up: neither a function, nor an attribute of an allowed name."""
+    """The reader does not look the name up: neither a function, nor an attribute of an allowed
+    name.
+    """
     module, attribute = name
     pickled = pickle.PROTO + b"\x04"
     for text in (module, attribute):

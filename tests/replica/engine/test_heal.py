@@ -701,7 +701,9 @@ def test_a_newer_state_that_would_be_late_is_not_fetched(
 
 
 def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
-    """The state arrives in the round that fills the queue. It may be the last state that is left."""
+    """The state arrives in the round that fills the queue. It may be the last state that is
+    left.
+    """
     world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
@@ -1139,7 +1141,9 @@ def without_offer(make: Callable[..., World]) -> World:
 def test_a_joiner_with_a_leave_request_leaves(
     make: Callable[..., World], surround: Callable[[Callable[..., World]], World]
 ) -> None:
-    """The joiner has nothing to finish while it fetches, waits for an offer, or waits for a quorum."""
+    """The joiner has nothing to finish while it fetches, waits for an offer, or waits for a
+    quorum.
+    """
     world = surround(make)
     world.on_pause = lambda number: setattr(world, "leave_requested", True)
     with pytest.raises(Leaving):
@@ -1282,7 +1286,9 @@ def test_the_last_holders_state_is_kept_though_no_round_confirms_it(
 def test_a_group_that_the_others_know_asks_only_after_its_row_has_asked(
     make: Callable[..., World],
 ) -> None:
-    """The others show digests only after a row asks. A state that is fetched earlier would be void."""
+    """The others show digests only after a row asks. A state that is fetched earlier would be
+    void.
+    """
     world = make()
     world.release.set()
     world.heal.run()

@@ -35,7 +35,9 @@ DILOCO = OuterOptimizer(0.7, 0.9, nesterov=True)
 
 
 def model(*weights: float) -> nn.Module:
-    """Return a model with a trained parameter for each of these weights, and one frozen parameter."""
+    """Return a model with a trained parameter for each of these weights, and one frozen
+    parameter.
+    """
     made = nn.Module()
     for number, weight in enumerate(weights):
         made.register_parameter(f"weight{number}", nn.Parameter(torch.tensor([weight])))

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's actions for an update of one step, without a model. tests/integration has whole runs."""
+"""A group's actions for an update of one step, without a model. tests/integration has whole
+runs.
+"""
 
 from __future__ import annotations
 

@@ -120,7 +120,9 @@ def test_connecting_is_charged_to_joiners_and_lost_groups() -> None:
 
 
 def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
-    """The joiner may be the new process of the lost group, whose last heartbeat is still too young."""
+    """The joiner may be the new process of the lost group, whose last heartbeat is still too
+    young.
+    """
     own, joiner = (
         row(0, 0.0, asked_before_seconds=1.0),
         row(1, 0.0, asked_before_seconds=0.2, activity=Why.CATCHING_UP),

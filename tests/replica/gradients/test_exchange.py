@@ -232,7 +232,9 @@ def sums(*gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [4, 60, 1 << 20], ids=["a bucket each", "some", "one"])
 def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> None:
-    """Both ranks write the exact sum of their gradients, for any buckets, with and without overlap."""
+    """Both ranks write the exact sum of their gradients, for any buckets, with and without
+    overlap.
+    """
     ranks = [ring.rank(bucket_bytes=bucket_bytes, overlap=overlap) for _ in range(2)]
     ring.meet(*ranks)
 

@@ -41,7 +41,9 @@ def named(seat: Any, name: str) -> list[dict[str, Any]]:
 def test_groups_follow_one_that_died(
     moving: Any, path: Path, nursery: subprocess.Popen[str]
 ) -> None:
-    """Both ranks of both groups go on under their names as soon as another lighthouse is announced."""
+    """Both ranks of both groups go on under their names as soon as another lighthouse is
+    announced.
+    """
     from tests.replica.conftest import MortalLighthouse
 
     first = MortalLighthouse(nursery)
@@ -155,7 +157,9 @@ def test_one_that_was_only_slow_gives_no_quorum_any_more(
 def test_a_first_start_waits_for_the_successor(
     moving: Any, path: Path, start_lighthouse: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file names a lighthouse that is gone. The group waits, because Slurm starts another one."""
+    """The file names a lighthouse that is gone. The group waits, because Slurm starts another
+    one.
+    """
     monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.3)
     Announcement("http://127.0.0.1:9").write(path)
     taken = moving.submit(lambda: moving.take(0))

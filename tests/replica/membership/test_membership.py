@@ -976,7 +976,9 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
 def test_an_exchange_that_another_group_has_broken_off(
     seats: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All members live, but one of them took another for dead. NCCL's abort reaches no other rank."""
+    """All members live, but one of them took another for dead. NCCL's abort reaches no other
+    rank.
+    """
     group = FakeProcessGroup()
     config = seats.config(0, process_group="nccl")
     waits, leaves = (
@@ -1017,7 +1019,9 @@ def test_a_store_that_went_with_its_group_is_not_tried_again(
 
 
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
-    """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the lighthouse."""
+    """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the
+    lighthouse.
+    """
     gloo, nccl = (
         seats.take(
             slot, config=seats.config(slot, process_group=backend), process_group=FakeProcessGroup()

@@ -333,7 +333,9 @@ def test_a_link_that_flickers(
 def test_a_process_that_ended_is_no_dead_link(
     network: Network, start: Callable[..., Group]
 ) -> None:
-    """The process is unreachable and sends no heartbeats, so it is gone. No dead link is reported."""
+    """The process is unreachable and sends no heartbeats, so it is gone. No dead link is
+    reported.
+    """
     groups = [start(slot) for slot in range(3)]
     for group in groups:
         group.wait_for([0, 1, 2])
@@ -417,7 +419,9 @@ def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]
 def test_a_group_that_is_told_to_leave_outside(
     network: Network, start: Callable[..., Group]
 ) -> None:
-    """The others need nothing of this group. Both ranks leave at once, although one got the signal."""
+    """The others need nothing of this group. Both ranks leave at once, although one got the
+    signal.
+    """
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)
@@ -435,7 +439,9 @@ def test_a_group_that_is_told_to_leave_outside(
 def test_leaving_outside_waits_for_no_look(
     network: Network, start: Callable[..., Group], told: int
 ) -> None:
-    """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its end."""
+    """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its
+    end.
+    """
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)

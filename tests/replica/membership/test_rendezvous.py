@@ -151,7 +151,9 @@ def leaders(quorum: Sequence[Member], num_ranks: int) -> list[Member]:
 def test_columns_meet_at_the_stores_of_many_groups(
     num_ranks: int, num_groups: int, most: int
 ) -> None:
-    """A store serves about twice the ranks of a group, or one column. Before, one store served all."""
+    """A store serves about twice the ranks of a group, or one column. Before, one store served
+    all.
+    """
     columns = Counter(leaders(members(range(num_groups)), num_ranks))
     assert max(columns.values()) <= most
 
@@ -191,7 +193,9 @@ def test_a_group_that_comes_moves_no_column(num_groups: int) -> None:
 
 
 def test_the_limit_of_a_meeting_grows() -> None:
-    """With a constant of two seconds, the meetings of many or large groups ended again and again."""
+    """With a constant of two seconds, the meetings of many or large groups ended again and
+    again.
+    """
     assert find_limit(2, 1) == pytest.approx(2.0, abs=0.1)
     assert find_limit(300, 8) == pytest.approx(5.0, abs=0.1)
     assert find_limit(12, 8192) == pytest.approx(10.3, abs=0.1)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The decision of a group after a round: the whole policy, without a process, a thread or a clock."""
+"""The decision of a group after a round: the whole policy, without a process, a thread or a
+clock.
+"""
 
 from __future__ import annotations
 

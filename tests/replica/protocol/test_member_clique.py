@@ -231,7 +231,9 @@ def test_the_search_finds_the_set_that_networkx_finds(
 
 
 def test_a_report_names_the_groups_that_report_this_one() -> None:
-    """Otherwise three groups that lost each other for a moment would drop one in turn, without end."""
+    """Otherwise three groups that lost each other for a moment would drop one in turn, without
+    end.
+    """
     own, one, two = (
         Member(slot, 1.0 + slot, f"{slot:08x}-process", "config", "job") for slot in range(3)
     )

@@ -515,7 +515,9 @@ def test_chunks_cannot_be_swapped() -> None:
 
 
 def test_the_lane_sum_is_what_its_docstring_says() -> None:
-    """It equals the sum of lanes times odd position-dependent weights modulo 2**64, made in Python."""
+    """It equals the sum of lanes times odd position-dependent weights modulo 2**64, made in
+    Python.
+    """
     lanes = [3, 2**63 - 1, -5, 2**40 + 1]
     weights = [(n * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1 for n in range(4)]
     expected = sum(lane * weight for lane, weight in zip(lanes, weights, strict=True)) % 2**64

@@ -266,8 +266,8 @@ class Proxy:
     """Stands between joiners and a donor, and breaks connections.
 
     Args:
-        cuts: for each connection, by its number in order of arrival, the number of the donor's bytes
-            after which it breaks.
+        cuts: for each connection, by its number in order of arrival, the number of the donor's
+            bytes after which it breaks.
         how: the kind of break: "reset", "close", "silence", or "gone" (a close, and no further
             connection is accepted).
     """

@@ -237,8 +237,8 @@ class World:
         self._act(host, host.node.end(self._clock(host)))
         self.rules.on_end(self.now, host.rank)
         host.alive = False
-        # A frozen host may have accepted an attempt to connect that it has not looked at. The end of
-        # its process resets that attempt.
+        # A frozen host may have accepted an attempt to connect that it has not looked at. The end
+        # of its process resets that attempt.
         for peer in self._hosts:
             attempt = peer.current.get(host.rank)
             if attempt is None or attempt.broken:
